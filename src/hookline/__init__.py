@@ -1,0 +1,33 @@
+"""Hooks for PyTorch that never miss, never lie and never linger.
+
+The primitives have PyTorch's own signatures; ``record`` keeps values, ``edit`` changes them, ``load`` reads a recording
+from disk, ``plot`` draws, ``describe`` prints one value. Importing the package changes nothing in torch.
+"""
+
+from __future__ import annotations
+
+from hookline.hooks import (
+    Handle,
+    register_backward_hook,
+    register_backward_pre_hook,
+    register_forward_hook,
+    register_forward_pre_hook,
+    register_tensor_hook,
+)
+from hookline.record import Recording, edit, load, record
+from hookline.report import describe, plot
+
+__all__ = [
+    "Handle",
+    "Recording",
+    "describe",
+    "edit",
+    "load",
+    "plot",
+    "record",
+    "register_backward_hook",
+    "register_backward_pre_hook",
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_tensor_hook",
+]

@@ -1,0 +1,153 @@
+"""Run a script, unchanged, and record the models that it calls.
+
+  hookline run train.py --lr 0.1
+  hookline run --ports output,grad_output --steps 3 train.py
+  hookline run --sites 'encoder.**' --sites '!**.dropout' -m package.train --lr 0.1
+
+The script runs as it would under python: what comes after its name is its own, and so is the exit status. Every model
+that it calls is recorded from its first call on; a model is a module whose call is not inside the call of another one.
+A step is one call of the model. The first model's modules have their plain paths; those of the next one, a loss for
+instance, begin with the name of its class: CrossEntropyLoss/, then CrossEntropyLoss#2/.
+
+A step is on disk before the next one begins, so a script that is killed leaves a recording that can be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from hookline.cli.parser import Parser, parser_of
+from hookline.errors import OptionError
+from hookline.launch import Options, run_module, run_script, take_over
+
+__all__ = ["main", "parser"]
+
+_OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+    (
+        ("--sites",),
+        {
+            "action": "append",
+            "metavar": "PATTERN",
+            "help": "modules to record, such as 'layer1.*' or 'encoder.**'; ** is every module, and the default; a "
+            "leading ! leaves out, a :port at the end says which port; may be repeated",
+        },
+    ),
+    (
+        ("--ports",),
+        {
+            "default": "output",
+            "metavar": "PORTS",
+            "help": "input, output, grad_input, grad_output, or several with commas between (default: output)",
+        },
+    ),
+    (
+        ("--steps",),
+        {
+            "default": "1",
+            "metavar": "N",
+            "help": "how many steps to record of each model; all or 0 for every one (default: 1)",
+        },
+    ),
+    (
+        ("--every",),
+        {"type": int, "default": 1, "metavar": "K", "help": "record steps 0, K, 2K and so on (default: 1)"},
+    ),
+    (
+        ("-o", "--output"),
+        {"default": "run.hookline", "metavar": "FOLDER", "help": "where to record (default: run.hookline)"},
+    ),
+    (
+        ("--budget",),
+        {
+            "default": "2GB",
+            "metavar": "SIZE",
+            "help": "most memory for the values of a step; when they need more, the recording ends and the script goes "
+            "on (default: 2GB)",
+        },
+    ),
+    (("--overwrite",), {"action": "store_true", "help": "replace a recording of that name"}),
+    (("--quiet",), {"action": "store_true", "help": "say nothing but warnings"}),
+)
+
+
+def parser() -> Parser:
+    """The options before the script."""
+    made = parser_of(
+        sys.modules[__name__], "[options] script.py [args...]\n       hookline run [options] -m module [args...]"
+    )
+    for names, settings in _OPTIONS:
+        made.add_argument(*names, **settings)
+    return made
+
+
+def main(argv: Sequence[str], *, own_process: bool) -> int:
+    """Run what the command line names.
+
+    Args:
+        argv: What stands behind ``hookline run``.
+        own_process: Whether this process is there for the script alone, so that its world stays to the end.
+
+    Returns:
+        Exit status of the script; a script that was interrupted ends this process as it would end its own.
+    """
+    before, program = _split(argv)
+    options = _options(parser().parse_args(before))
+    if not program:
+        raise OptionError(
+            "there is nothing to run; name a script or a module: hookline run train.py, hookline run -m module"
+        )
+    is_module = program[0] == "-m"
+    if is_module and len(program) == 1:
+        raise OptionError("-m needs the name of a module: hookline run -m module")
+    name, *args = program[1:] if is_module else program
+    if not own_process:
+        return (run_module if is_module else run_script)(name, args, options)
+    status = take_over(name, args, options, is_module=is_module)
+    if status == -signal.SIGINT:
+        _end_interrupted()
+    return status
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our options, and the program with its own; argparse alone would take some of the program's for ours."""
+    takes_value = {name for names, settings in _OPTIONS if "action" not in settings for name in names} | {"--sites"}
+    place = 0
+    while place < len(argv) and argv[place].startswith("-") and argv[place] not in ("-m", "--"):
+        place += 2 if argv[place] in takes_value else 1
+    rest = place + 1 if argv[place : place + 1] == ["--"] else place
+    return list(argv[:place]), list(argv[rest:])
+
+
+def _options(given: argparse.Namespace) -> Options:
+    return Options(
+        sites=tuple(given.sites or ["**"]),
+        ports=tuple(given.ports.split(",")),
+        steps=_steps(given.steps),
+        every=given.every,
+        output=given.output,
+        overwrite=given.overwrite,
+        budget=given.budget,
+        quiet=given.quiet,
+    )
+
+
+def _steps(text: str) -> int | None:
+    if text in ("all", "0"):
+        return None
+    if not text.isdecimal():
+        raise OptionError(f"--steps is a number or all; got {text!r}.")
+    return int(text)
+
+
+def _end_interrupted() -> None:
+    """End as the interpreter does after a KeyboardInterrupt, whose traceback has been printed already.
+
+    Raises:
+        KeyboardInterrupt: Always.
+    """
+    sys.excepthook = lambda *error: None
+    raise KeyboardInterrupt

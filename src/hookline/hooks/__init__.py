@@ -1,0 +1,36 @@
+"""The engine: the only room that touches torch's classes and autograd machinery."""
+
+from __future__ import annotations
+
+from hookline.hooks.attach import attach, check_module
+from hookline.hooks.call import Call
+from hookline.hooks.handle import Handle
+from hookline.hooks.register import (
+    register_backward_hook,
+    register_backward_pre_hook,
+    register_forward_hook,
+    register_forward_pre_hook,
+)
+from hookline.hooks.snapshot import snapshot
+from hookline.hooks.tap import Entry, Observer
+from hookline.hooks.tensor import register_tensor_hook
+from hookline.hooks.token import original_class
+from hookline.hooks.user_hooks import add_note, call_hook
+
+__all__ = [
+    "Call",
+    "Entry",
+    "Handle",
+    "Observer",
+    "add_note",
+    "attach",
+    "call_hook",
+    "check_module",
+    "original_class",
+    "register_backward_hook",
+    "register_backward_pre_hook",
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_tensor_hook",
+    "snapshot",
+]

@@ -1,0 +1,71 @@
+"""Keep torch's fused transformer kernel from passing by observed modules.
+
+In evaluation, ``nn.TransformerEncoderLayer`` computes with one kernel and calls none of its sub-modules, unless
+hooks of PyTorch's own sit on one of them. While anything is observed anywhere, ``forward`` of the two encoder
+classes is wrapped: a layer with an observed sub-module runs its plain path, every other layer as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookline.hooks.tap import Tap
+from hookline.hooks.token import TOKEN
+
+__all__ = ["tap_begins", "tap_ends"]
+
+_CLASSES: tuple[Any, ...] = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+_lock = threading.RLock()
+_taps: dict[int, weakref.ref[Tap]] = {}
+_originals: dict[type, Callable[..., Any]] = {}
+
+
+def tap_begins(tap: Tap) -> None:
+    """One more module is observed."""
+    key = id(tap)
+    with _lock:
+        _taps[key] = weakref.ref(tap, lambda _: _forget(key))
+        if not _originals:
+            for cls in _CLASSES:
+                _originals[cls] = cls.__dict__["forward"]
+                cls.forward = _plain_where_observed(cls.__dict__["forward"])
+
+
+def tap_ends(tap: Tap) -> None:
+    """One module less is observed; after the last one the classes are as they were."""
+    _forget(id(tap))
+
+
+def _forget(key: int) -> None:
+    with _lock:
+        _taps.pop(key, None)
+        if not _taps:
+            while _originals:
+                cls, forward = _originals.popitem()
+                cls.forward = forward  # type: ignore[attr-defined]
+
+
+def _plain_where_observed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        enabled = torch.backends.mha.get_fastpath_enabled()
+        if not enabled or self.training or torch.compiler.is_compiling() or not _observed_below(self):
+            return forward(self, *args, **kwargs)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+    return wrapper
+
+
+def _observed_below(module: nn.Module) -> bool:
+    return any(TOKEN in below.__dict__ for below in module.modules() if below is not module)

@@ -1,0 +1,46 @@
+"""Keep a value as it stands, at no cost until somebody writes over it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hookline.hooks.torch_private import full_batch, lazy_clone, storage_bytes, transforms_active
+
+__all__ = ["alike", "snapshot"]
+
+
+def snapshot(tensor: Tensor) -> Tensor:
+    """The tensor as it is now, detached; later in-place writes to the original do not reach it.
+
+    Copy-on-write where the storage allows it, else a clone; always a clone for parameters, whose memory others hold on
+    to (optimizers, buckets, captured graphs), and for small parts of a large storage. Under vmap the full batch, mapped
+    axes in front.
+
+    Args:
+        tensor: Any shape, dtype and device.
+
+    Returns:
+        Shape, dtype and device of ``tensor``, no graph.
+    """
+    if transforms_active():
+        return full_batch(full_batch(tensor).detach().clone())  # a running transform wraps whatever is made
+    alias = tensor.detach()
+    if alias.is_quantized or (tensor.is_leaf and tensor.requires_grad) or _is_small_part(alias):
+        return alias.clone()
+    kept = lazy_clone(alias)
+    return alias.clone() if kept is None else kept
+
+
+def _is_small_part(tensor: Tensor) -> bool:
+    """Whether a copy-on-write clone would hold, and copy, much more memory than the tensor has."""
+    held = storage_bytes(tensor)
+    return held is not None and held > 2 * tensor.numel() * tensor.element_size()
+
+
+def alike(tensor: Tensor) -> Tensor:
+    """A stand-in with the same value and graph that may be written to without reaching the original."""
+    if tensor.is_quantized or transforms_active() or (torch.is_grad_enabled() and tensor.requires_grad):
+        return tensor.clone()
+    made = lazy_clone(tensor)
+    return tensor.clone() if made is None else made

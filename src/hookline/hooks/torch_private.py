@@ -1,0 +1,185 @@
+"""The private parts of PyTorch that the engine stands on, one named function each.
+
+Each says which release it needs and what happens without it. ``tests/test_torch_private.py`` fails loudly when PyTorch
+changes one of them. Nothing else in Hookline touches ``torch._C`` or an underscore name of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+_C: Any = torch._C
+_unsafe_preserve_version_counter: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009
+_AUTOGRAD: Any = _C._autograd
+_FUNCTORCH: Any = _C._functorch
+_ENGINE: Any = torch.autograd.Variable._execution_engine
+_DEFAULT_META = _AUTOGRAD.CreationMeta.DEFAULT
+
+
+def lazy_clone(tensor: Tensor) -> Tensor | None:
+    """A copy-on-write clone; differentiable like ``clone``.
+
+    Needs ``Tensor._lazy_clone`` (2.2). None where it is missing or refuses the storage (memory of numpy or of another
+    process, sparse and nested layouts, meta-data wrappers); the caller clones.
+    """
+    try:
+        return tensor._lazy_clone()
+    except (RuntimeError, AttributeError, NotImplementedError, TypeError):
+        return None
+
+
+def preserve_version(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Inside, in-place marks on the tensor leave its version as it was.
+
+    Needs ``torch.autograd._unsafe_preserve_version_counter`` (1.11). No fallback: without it a rebased input would fail
+    autograd's own check of saved tensors.
+    """
+    context: AbstractContextManager[Any] = _unsafe_preserve_version_counter(tensor)
+    return context
+
+
+graph_task_id: Callable[[], int] = _C._current_graph_task_id
+"""Number of the backward pass that this thread works on, -1 outside one. Needs 1.12. No fallback."""
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call the function when the current backward pass ends; it is dropped when the pass raises.
+
+    Needs ``Variable._execution_engine.queue_callback`` (0.4). No fallback.
+    """
+    _ENGINE.queue_callback(function)
+
+
+transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
+"""Whether a torch.func transform (vmap, grad, jvp) is running. Needs 2.0. No fallback."""
+
+
+def requires_grad(tensor: Tensor) -> bool:
+    """``requires_grad``, also of the tensor inside vmap's wrapper, which says False. Needs 2.0."""
+    if tensor.requires_grad:
+        return True
+    while _FUNCTORCH.is_batchedtensor(tensor):
+        tensor = _FUNCTORCH.get_unwrapped(tensor)
+        if tensor.requires_grad:
+            return True
+    return False
+
+
+def full_batch(tensor: Tensor) -> Tensor:
+    """The plain tensor inside the wrappers of vmap and grad, with the mapped axes in front. Needs 2.0."""
+    while True:
+        if _FUNCTORCH.is_batchedtensor(tensor):
+            axis = _FUNCTORCH.maybe_get_bdim(tensor)
+            tensor = _FUNCTORCH.get_unwrapped(tensor).movedim(axis, 0)
+        elif _FUNCTORCH.is_functorch_wrapped_tensor(tensor):
+            tensor = _FUNCTORCH.get_unwrapped(tensor)
+        else:
+            return tensor
+
+
+def refuses_in_place(tensor: Tensor) -> bool:
+    """Whether autograd raises on an in-place write: leaves, views of leaves, outputs of split, views made in no_grad.
+
+    Needs ``Tensor._is_view``, ``Tensor._base`` and ``torch._C._autograd._get_creation_meta`` (1.8).
+    """
+    if tensor.layout != torch.strided:
+        return False  # such a tensor has no views that could refuse
+    if tensor.is_leaf:
+        return True
+    if not tensor._is_view():
+        return False
+    base = tensor._base
+    if base is not None and base.is_leaf and base.requires_grad:
+        return True
+    return _AUTOGRAD._get_creation_meta(tensor) != _DEFAULT_META  # type: ignore[no-any-return]
+
+
+def copy_creation_meta(tensor: Tensor, alias: Tensor) -> None:
+    """Let autograd refuse in-place writes to ``alias`` for the reason for which it refuses them to ``tensor``.
+
+    An alias of a leaf becomes an ordinary view of it, so that writes under ``no_grad`` are legal, as they are for the
+    leaf. Needs ``torch._C._autograd._set_creation_meta`` (2.1); without it such writes raise.
+    """
+    if alias._is_view():
+        view = tensor._is_view()
+        _AUTOGRAD._set_creation_meta(alias, _AUTOGRAD._get_creation_meta(tensor) if view else _DEFAULT_META)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd treats the tensor as a view. Needs ``Tensor._is_view`` (0.4)."""
+    return tensor._is_view()
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that a view is a view of. Needs ``Tensor._base`` (1.0)."""
+    return tensor._base if is_view(tensor) else None
+
+
+def sequence_number(node: Any) -> int:
+    """The number that an autograd node got when it was made, rising within a thread. Needs ``_sequence_nr`` (1.8)."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def storage_id(tensor: Tensor) -> int | None:
+    """A number that two tensors share when they share memory; None for layouts without one storage.
+
+    Needs ``UntypedStorage._cdata`` (2.0).
+    """
+    try:
+        address: int = tensor.untyped_storage()._cdata
+        return address
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None
+
+
+def storage_bytes(tensor: Tensor) -> int | None:
+    """Bytes of the memory that the tensor lies in; None for layouts without one storage. Needs 2.0."""
+    try:
+        size: int = tensor.untyped_storage().nbytes()
+        return size
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None
+
+
+def version_probe(tensor: Tensor) -> Tensor:
+    """A tensor that shares the version counter of another and none of its memory.
+
+    Setting ``.data`` of an alias exchanges the memory and keeps the counter. Where it is refused, the alias itself.
+    """
+    alias = tensor.detach()
+    try:
+        alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return tensor.detach()
+    return alias
+
+
+def version(tensor: Tensor) -> int | None:
+    """How often the tensor's memory was written in place; None for inference tensors, which do not count."""
+    if tensor.is_inference():
+        return None
+    counter: int = tensor._version
+    return counter
+
+
+def is_tracing() -> bool:
+    """Whether ``torch.jit.trace`` is running. Needs ``torch._C._get_tracing_state`` (1.0)."""
+    return _C._get_tracing_state() is not None
+
+
+def is_early_stop(error: BaseException) -> bool:
+    """Whether activation checkpointing ends a recomputation that has given all it was for. Needs 2.1."""
+    stop = getattr(torch.utils.checkpoint, "_StopRecomputationError", None)
+    return stop is not None and isinstance(error, stop)
+
+
+def is_scripted(module: torch.nn.Module) -> bool:
+    """Whether TorchScript runs the module, outside Python. Needs ``torch.jit.ScriptModule`` (1.0)."""
+    return isinstance(module, torch.jit.ScriptModule)

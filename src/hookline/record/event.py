@@ -1,0 +1,53 @@
+"""One value at one site in one call of one step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from hookline.stats.summary import Summary, summarize
+from hookline.values import walk
+
+__all__ = ["Event"]
+
+
+@dataclasses.dataclass(slots=True)
+class Event:
+    """One value at one site in one call of one step.
+
+    Attributes:
+        order: Place in the whole recording, from 0.
+        step: Number of the root's forward, from 0.
+        path: The module; ``""`` is the root.
+        port: ``input``, ``output``, ``grad_input`` or ``grad_output``.
+        call: How often the module had run before in this step.
+        backward: For gradients, how many backward passes had come through this call before.
+        value: Tensors in plain containers.
+    """
+
+    order: int
+    step: int
+    path: str
+    port: str
+    call: int
+    backward: int
+    value: Any
+    _summaries: dict[str, Summary] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def leaves(self) -> list[tuple[str, Tensor]]:
+        """Value path and tensor of each tensor in the value."""
+        root = "args" if self.port in ("input", "grad_input") else "output"
+        return [(path, leaf) for path, leaf in walk(self.value, root) if isinstance(leaf, Tensor)]
+
+    def summaries(self) -> dict[str, Summary]:
+        """Statistics of each tensor, by value path."""
+        if self._summaries is None:
+            self._summaries = {path: summarize(leaf) for path, leaf in self.leaves()}
+        return self._summaries
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, whether or not their memory is shared with the model; 0 on the meta device."""
+        return sum(leaf.numel() * leaf.element_size() for _, leaf in self.leaves() if not leaf.is_meta)

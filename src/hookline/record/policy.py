@@ -1,0 +1,124 @@
+"""What is kept of a value."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.errors import ArgumentError, OptionError
+from hookline.hooks import snapshot
+from hookline.hooks.torch_private import full_batch, transforms_active
+from hookline.sites import Site
+
+__all__ = ["Policy", "parse_bytes", "policy"]
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """How a recorder keeps values; see ``hookline.record``."""
+
+    keep: str = "all"
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    reduce: Callable[[Tensor], Any] | None = None
+    detach: bool = True
+    budget: int | None = None
+
+    def capture(self, tensor: Tensor, site: Site) -> Tensor:
+        """The tensor as it is kept; under vmap the full batch, mapped axes in front.
+
+        Raises:
+            ArgumentError: ``reduce`` returned neither a tensor nor a number.
+        """
+        kept = self._as_it_stands(_unwrapped(tensor))
+        if self.reduce is not None:
+            kept = self._reduced(_unwrapped(kept), self.reduce, site)
+        if self.device is not None or self.dtype is not None:
+            kept = kept.to(device=self.device, dtype=self._dtype_for(kept))
+        return _unwrapped(kept)
+
+    def nbytes(self, tensor: Tensor) -> int:
+        """Bytes of the tensor as it would be kept without ``reduce``, told before it is; 0 on the meta device."""
+        if "meta" in (tensor.device.type, self.device and self.device.type):
+            return 0
+        return _unwrapped(tensor).numel() * self._dtype_for(tensor).itemsize
+
+    def _dtype_for(self, tensor: Tensor) -> torch.dtype:
+        return self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+    def _as_it_stands(self, tensor: Tensor) -> Tensor:
+        return snapshot(tensor) if self.detach or not tensor.requires_grad else tensor.clone()
+
+    def _reduced(self, kept: Tensor, reduce: Callable[[Tensor], Any], site: Site) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
+            result = reduce(kept)
+        if isinstance(result, Tensor):
+            return self._as_it_stands(result)
+        if isinstance(result, (int, float, complex)):
+            return torch.tensor(result, dtype=torch.float64 if isinstance(result, float) else None, device="cpu")
+        raise ArgumentError(
+            f"reduce returned {type(result).__name__} for a tensor of shape {tuple(kept.shape)} at {site}; "
+            "it must return a tensor or a number."
+        )
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """Inside a transform of torch.func everything that is computed is wrapped, and of no use outside."""
+    return full_batch(tensor) if transforms_active() else tensor
+
+
+def policy(
+    *,
+    keep: str = "all",
+    device: Any = None,
+    dtype: Any = None,
+    reduce: Any = None,
+    detach: bool = True,
+    budget: int | str | None = None,
+) -> Policy:
+    """A policy from what a user wrote, checked.
+
+    Raises:
+        OptionError, ArgumentError: An option that cannot be used.
+    """
+    if keep not in ("all", "last"):
+        raise OptionError(f'keep is "all" or "last", got {keep!r}.')
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"dtype is a torch.dtype such as torch.float16, got {type(dtype).__name__}: {dtype!r}.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise OptionError(f"dtype is for floating values and must be floating itself, got {dtype}.")
+    if reduce is not None and not callable(reduce):
+        raise ArgumentError(f"reduce is a function from a tensor to a tensor, got {type(reduce).__name__}: {reduce!r}.")
+    size = None if budget is None else parse_bytes(budget)
+    return Policy(keep, None if device is None else _usable(device), dtype, reduce, bool(detach), size)
+
+
+def _usable(device: Any) -> torch.device:
+    """The device, once something could be put there."""
+    try:
+        return torch.empty(0, device=torch.device(device)).device
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        raise OptionError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes from a number or a text such as ``"2GB"``, ``"512 MiB"``.
+
+    Raises:
+        OptionError: The text is no size, or the size is not positive.
+    """
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", size.lower())
+        if found is None:
+            raise OptionError(f'a size is a number of bytes or a text such as "2GB" or "512MiB", got {size!r}.')
+        size = int(float(found[1]) * _UNITS[found[2] or ""])
+    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+        raise OptionError(f"a size is a positive whole number of bytes, got {size!r}.")
+    return size

@@ -1,0 +1,204 @@
+"""What was recorded, in memory or on disk: one reading interface for both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from hookline import store
+from hookline.errors import SiteError
+from hookline.hooks import original_class
+from hookline.record.call import ModuleRecord
+from hookline.report.rows import select_events
+from hookline.sites import PORTS, ROOT_LABEL, Pattern, label, match_paths, nearest
+from hookline.store import ModuleInfo
+
+__all__ = ["Recording", "load", "module_info"]
+
+
+class Recording:
+    """Values of a run, by module, call and port.
+
+    ``rec["layer1.0.conv1"].output`` is the output of a module that ran once; ``rec["rnn.cell"].calls[3].output`` that
+    of its fourth call. ``for event in rec`` gives every value in the order in which it came. ``print(rec)`` is a table.
+
+    Attributes:
+        modules: What was asked for, by path, in the order of the model.
+        info: Versions, model, sites, ports and time.
+    """
+
+    def __init__(
+        self, *, modules: Mapping[str, ModuleInfo], info: Mapping[str, Any], events: Iterable[Any] = ()
+    ) -> None:
+        self.modules = dict(modules)
+        self.info = dict(info)
+        self._aliases = {alias: path for path, module in self.modules.items() for alias in module.aliases}
+        self._asked = _asked(self.info.get("sites"))
+        self._events: dict[int, Any] = {}  # by id, so that several threads can add without a common counter
+        self._records: dict[str, ModuleRecord] = {}
+        self._newest: dict[tuple[str, str], Any] = {}
+        for event in events:
+            self.add(event)
+
+    # ------------------------------------------------------------ reading
+
+    @property
+    def events(self) -> list[Any]:
+        """Every event, in order."""
+        return list(self._events.values())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.events)
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def __contains__(self, path: object) -> bool:
+        return isinstance(path, str) and self._canonical(path) in self.modules
+
+    def __getitem__(self, path: str) -> ModuleRecord:
+        found = self._canonical(path) if isinstance(path, str) else None
+        if found not in self.modules:
+            raise SiteError(self._unknown(path))
+        return self._record(found)
+
+    def _canonical(self, path: str) -> str:
+        if path in self.modules:
+            return path
+        return "" if path == ROOT_LABEL else self._aliases.get(path, path)
+
+    def _record(self, path: str) -> ModuleRecord:
+        if path not in self._records:
+            module = self.modules.get(path)
+            made = ModuleRecord(path, module.type_name if module else "", self._asked.get(path, ()))
+            self._records.setdefault(path, made)
+        return self._records[path]
+
+    def _unknown(self, path: object) -> str:
+        if not isinstance(path, str):
+            return f"a recording is read by module path, got {type(path).__name__}: {path!r:.40}."
+        close = ", ".join(f'"{label(name)}"' for name in nearest(path, self.modules)) or "none is close"
+        return f'"{path}" was not recorded; nearest of the {len(self.modules)} recorded modules: {close}.'
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the modules that were asked for."""
+        return list(self.modules)
+
+    @property
+    def ports(self) -> list[str]:
+        """Ports of which there are values, in the order input, output, grad_input, grad_output."""
+        seen = {event.port for event in self.events}
+        return [port for port in PORTS if port in seen]
+
+    @property
+    def steps(self) -> list[int]:
+        """Numbers of the steps of which there are values."""
+        return sorted({event.step for event in self.events})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all kept tensors."""
+        return sum(event.nbytes for event in self.events)
+
+    def select(self, sites: Pattern = "**", *, steps: int | Iterable[int] | None = None) -> Recording:
+        """The part of the recording at some sites and in some steps.
+
+        Args:
+            sites: Patterns over the recorded paths, as in ``hookline.record``; one without a port means all ports.
+            steps: One step or several; all by default.
+
+        Raises:
+            SiteError: Nothing that was recorded is named.
+        """
+        paths = match_paths(sites, self.modules)
+        wanted = None if steps is None else {steps} if isinstance(steps, int) else set(steps)
+        events = [event for event in select_events(self, sites) if wanted is None or event.step in wanted]
+        return Recording(modules={path: self.modules[path] for path in paths}, info=self.info, events=events)
+
+    def to_dict(self) -> dict[str, dict[str, list[Any]]]:
+        """``{path: {port: [value of each call]}}``, with the tensors themselves."""
+        found: dict[str, dict[str, list[Any]]] = {}
+        for event in self.events:
+            found.setdefault(event.path, {}).setdefault(event.port, []).append(event.value)
+        return found
+
+    def __repr__(self) -> str:
+        return (
+            f"<Recording of {self.info.get('model', 'a model')}: {len(self)} events at {len(self.modules)} modules, "
+            f"{len(self.steps)} steps>"
+        )
+
+    def __str__(self) -> str:
+        from hookline.report.table import render  # rich takes longer to import than most recordings take to make
+
+        return render(self)
+
+    # ------------------------------------------------------------ writing
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the recording into a folder, all or nothing.
+
+        Args:
+            path: Folder to make, such as ``"run.hookline"``.
+            overwrite: Take the place of a recording that is there.
+
+        Raises:
+            OptionError: A recording is there and ``overwrite`` is False.
+            FormatError: The folder cannot be written.
+        """
+        store.save(path, info=self.info, modules=self.modules, events=self.events, overwrite=overwrite)
+
+    def add(self, event: Any) -> None:
+        """Add an event; recorders do this, from several threads if need be."""
+        self._events[id(event)] = event
+        self._record(event.path).add(event)
+        self._newest[event.path, event.port] = event
+
+    def drop(self, path: str, port: str) -> Any:
+        """Remove and return the newest event of a site, None where there is none."""
+        event = self._newest.pop((path, port), None)
+        if event is not None:
+            self._records[path].discard(event)
+            del self._events[id(event)]
+        return event
+
+    def take(self) -> list[Any]:
+        """Remove and return all events."""
+        events = self.events
+        self._events.clear()
+        self._records.clear()
+        self._newest.clear()
+        return events
+
+
+def load(path: str | os.PathLike[str]) -> Recording:
+    """Open a recording on disk. Tensors are mapped from the files when they are asked for; no code of it is run.
+
+    Args:
+        path: Folder that ``Recording.save`` or ``hookline run`` has written.
+
+    Raises:
+        FormatError: There is none, or it is truncated, foreign or inconsistent.
+    """
+    parts = store.open_recording(path)
+    return Recording(modules=parts.modules, info=parts.info, events=parts.events)
+
+
+def module_info(module: nn.Module, aliases: tuple[str, ...] = ()) -> ModuleInfo:
+    """What a recording says of a module; a lazy module's parameters count once they have a shape."""
+    count = sum(p.numel() for p in module.parameters() if not nn.parameter.is_lazy(p))
+    return ModuleInfo(original_class(module).__name__, count, aliases)
+
+
+def _asked(sites: Any) -> dict[str, set[str]]:
+    """The ports that were asked for, by path, from the texts in ``info``; a file may hold anything there."""
+    found: dict[str, set[str]] = {}
+    for text in sites if isinstance(sites, list) else ():
+        if isinstance(text, str):
+            path, _, port = text.rpartition(":")
+            found.setdefault("" if path == ROOT_LABEL else path, set()).add(port)
+    return found

@@ -1,0 +1,181 @@
+"""Making, joining and replacing the folder of a recording so that at no moment a half of one stands in its place.
+
+A new recording is made in a hidden folder next to its place and renamed. An old one is taken away only when it is
+certain to be a recording and nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import warnings
+from pathlib import Path
+
+from hookline.errors import OptionError
+from hookline.store.format import HEAD, MANIFEST, MAX_HEAD, SHARD_NAME, WRITER_NAME, parse_head
+from hookline.store.shard import check_regular, open_regular
+from hookline.store.strict_json import fault
+from hookline.store.tensors import write_all
+
+_OTHER_NAME = "Choose another name"
+
+
+def place_of(folder: str | os.PathLike[str]) -> Path:
+    """The folder of a recording, also after the working directory changes.
+
+    A link to one is followed, so that what the link names is replaced and not the link.
+    """
+    path = Path(os.path.abspath(folder))
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def read_head(folder: Path) -> bytes:
+    """The text of ``recording.json``.
+
+    Raises:
+        FormatError: It is missing, no plain file, or too large to be one.
+    """
+    size = check_regular(folder / HEAD).st_size
+    if size > MAX_HEAD:
+        raise fault(folder / HEAD, f"it has {size} bytes, at most {MAX_HEAD} are read")
+    with open_regular(folder / HEAD) as file:
+        return file.read(MAX_HEAD)
+
+
+def is_taken(folder: Path) -> bool:
+    """Whether a recording stands there already.
+
+    Raises:
+        FormatError: Something else stands there.
+    """
+    if not os.path.lexists(folder):
+        return False
+    if not folder.is_dir():
+        raise fault(folder, "this is a file, a recording is a folder", f"{_OTHER_NAME}; the file was left as it is.")
+    if not os.path.lexists(folder / HEAD):
+        advice = f"{_OTHER_NAME}; the folder was left as it is."
+        raise fault(folder, f"this folder exists and is not a Hookline recording (it has no {HEAD})", advice)
+    parse_head(read_head(folder), folder / HEAD)
+    return True
+
+
+def refuse_taken(folder: Path) -> None:
+    """Complain when something stands at the place of a new recording."""
+    if is_taken(folder):
+        raise OptionError(f"{folder}: a recording of that name exists. {_OTHER_NAME}, or pass overwrite=True.")
+
+
+def check_replaceable(folder: Path) -> None:
+    """Complain unless everything in the folder was written by Hookline, so that deleting it loses nothing else."""
+    for root, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(root, name)
+            if path.is_symlink() or not _is_ours(path.relative_to(folder).parts):
+                advice = f"Move it elsewhere, or choose another name; {folder} was left as it is."
+                raise fault(path, "this is not part of a recording, and overwrite=True would delete it", advice)
+
+
+def _is_ours(parts: tuple[str, ...]) -> bool:
+    if len(parts) == 1:
+        return parts[0] == HEAD or WRITER_NAME.fullmatch(parts[0]) is not None
+    return len(parts) == 2 and (parts[1] == MANIFEST or SHARD_NAME.fullmatch(parts[1]) is not None)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def hidden(folder: Path, ending: str) -> Path:
+    """A free hidden name next to a folder."""
+    return folder.with_name(f".hookline-{secrets.token_hex(6)}.{ending}")
+
+
+def make_draft(folder: Path, head: bytes, writer: str) -> Path:
+    """A complete recording without events, in a hidden folder next to its later place."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = hidden(folder, "new")
+    try:
+        draft.mkdir()
+        _write_synced(draft / HEAD, head)
+        add_writer(draft, writer)
+    except BaseException:
+        remove(draft)
+        raise
+    return draft
+
+
+def add_writer(folder: Path, writer: str) -> None:
+    """Make a writer's folder with an empty manifest.
+
+    Raises:
+        FileExistsError: There is one already.
+    """
+    (folder / writer).mkdir()
+    try:
+        _write_synced(folder / writer / MANIFEST, b"")
+        sync_folder(folder / writer)
+        sync_folder(folder)
+    except BaseException:
+        remove(folder / writer)
+        raise
+
+
+def write_head(folder: Path, head: bytes) -> None:
+    """Exchange what a recording says of itself; a reader sees the old text or the new one."""
+    draft = hidden(folder, "head")
+    try:
+        _write_synced(draft, head)
+        os.replace(draft, folder / HEAD)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_folder(folder)
+
+
+def publish(draft: Path, folder: Path) -> None:
+    """Give a draft its name. Nothing may stand there."""
+    os.rename(draft, folder)
+    sync_folder(folder.parent)
+
+
+def replace(draft: Path, folder: Path) -> None:
+    """Put a draft in the place of a recording, and delete that."""
+    old = hidden(folder, "old")
+    os.rename(folder, old)
+    try:
+        os.rename(draft, folder)
+    except BaseException:
+        os.rename(old, folder)
+        raise
+    try:
+        sync_folder(folder.parent)
+    finally:
+        remove(old)
+    if old.exists():
+        warnings.warn(f"the replaced recording could not be deleted: {old}. Delete it by hand.", stacklevel=3)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder of ours, as far as that is possible."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with open(path, "xb", buffering=0) as file:
+        write_all(file, data)
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk knows the names in a folder; systems and file systems that cannot wait do without."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(handle)

@@ -1,0 +1,257 @@
+"""The format of a recording on disk: names, contents of the JSON files, and their validation. No torch in here.
+
+::
+
+    run.hookline/
+      recording.json                 what was recorded: info and modules; written first
+      writer-0000/                   one folder for each writing process, so that none waits for another
+        manifest.jsonl               one line for each event, written after the shard that holds its tensors
+        shard-00000.safetensors      the tensors of one flush, readable with the safetensors library alone
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hookline.errors import ArgumentError
+from hookline.store import strict_json
+from hookline.store.dtypes import STORAGE, parse_shape
+from hookline.store.strict_json import counts, encode_scalar, fault, get, show
+
+FORMAT = "hookline"
+VERSION = 1
+HEAD = "recording.json"
+MANIFEST = "manifest.jsonl"
+WRITER_NAME = re.compile(r"writer-[0-9]{4,9}")
+SHARD_NAME = re.compile(r"shard-[0-9]{5,9}\.safetensors")
+PORTS = ("input", "output", "grad_input", "grad_output")
+MAX_HEAD = 1 << 28
+"""Largest ``recording.json`` that is read, in bytes: some 1,500,000 modules."""
+MAX_LINE = 1 << 26
+"""Longest manifest line that is written and read, in bytes: an event with some 200,000 tensors."""
+
+
+_PLACE = ("order", "step", "call", "backward")
+_WHOLE = ("numel", "nan", "inf", "zeros")
+_REAL = ("mean", "std", "min", "max", "l2")
+
+
+def writer_name(writer: int) -> str:
+    """Name of a writer's folder: ``writer-0000``."""
+    return f"writer-{writer:04d}"
+
+
+def shard_name(number: int) -> str:
+    """Name of a shard: ``shard-00000.safetensors``."""
+    return f"shard-{number:05d}.safetensors"
+
+
+# ---------------------------------------------------------------- what the files say
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleInfo:
+    """One module of the recorded model.
+
+    Attributes:
+        type_name: Name of its class.
+        parameters: Number of its parameters' elements, those of its children included.
+        aliases: Other paths of the same module.
+    """
+
+    type_name: str
+    parameters: int
+    aliases: tuple[str, ...] = ()
+
+
+class TensorLine(NamedTuple):
+    """One tensor of an event, as the manifest has it.
+
+    Attributes:
+        name: Name in the shard.
+        path: Value path: ``output[1][0]``.
+        dtype: True dtype, without ``torch.``: ``bfloat16``.
+        shape: Shape.
+        summary: Fields of its ``Summary``; None when there is none.
+        data: False when only shape and dtype were kept.
+        converted_from: What the tensor was before it was made plain: ``sparse_coo``, ``quint8``, ``DTensor``.
+    """
+
+    name: str
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    summary: dict[str, int | float] | None
+    data: bool = True
+    converted_from: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the shard."""
+        return math.prod(self.shape) * STORAGE[self.dtype].itemsize if self.data else 0
+
+
+class EventLine(NamedTuple):
+    """One line of a manifest; ``structure`` is the tree that `hookline.store.structure` reads."""
+
+    order: int
+    step: int
+    path: str
+    port: str
+    call: int
+    backward: int
+    shard: str | None
+    structure: Any
+    tensors: tuple[TensorLine, ...]
+
+
+class Line(NamedTuple):
+    """A line of a manifest, as messages name it."""
+
+    manifest: Path
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.manifest}, line {self.number}"
+
+
+# ---------------------------------------------------------------- recording.json
+
+
+def dump_head(info: Mapping[str, Any], modules: Mapping[str, ModuleInfo]) -> bytes:
+    """The text of ``recording.json``.
+
+    Raises:
+        ArgumentError: ``info`` holds something that strict JSON has no form for.
+    """
+    for key, value in info.items():
+        try:
+            strict_json.READABLE.encode({key: value})
+        except (TypeError, ValueError, RecursionError) as error:
+            advice = "Pass strings, finite numbers, true, false, None, and lists and dicts of them."
+            raise ArgumentError(f"info[{key!r}] cannot be written as JSON: {error}. {advice}") from error
+    listed = [{"path": path, **dataclasses.asdict(module)} for path, module in modules.items()]
+    return strict_json.seal(
+        strict_json.READABLE.encode({"format": FORMAT, "version": VERSION, "info": dict(info), "modules": listed})
+    )
+
+
+def parse_head(data: bytes, place: object) -> tuple[dict[str, Any], dict[str, ModuleInfo]]:
+    """Info and modules of a ``recording.json``.
+
+    Raises:
+        FormatError: It is not one, is damaged, or comes from a newer version of Hookline.
+    """
+    head = strict_json.unseal(data, place)
+    _check_version(head, place)
+    modules = {}
+    for number, entry in enumerate(get(head, "modules", list, place)):
+        spot = f"{place}, module {number}"
+        if type(entry) is not dict:
+            raise fault(spot, f"an object was expected, it has {show(entry)}")
+        modules[get(entry, "path", str, spot)] = _module(entry, spot)
+    if len(modules) != len(head["modules"]):
+        raise fault(place, "two modules have the same path")
+    return get(head, "info", dict, place), modules
+
+
+def _check_version(head: dict[str, Any], place: object) -> None:
+    if head.get("format") != FORMAT:
+        found = show(head.get("format"))
+        raise fault(place, f'no Hookline recording: its "format" is {found}', "Pass a folder that Hookline wrote.")
+    (version,) = counts(head, ("version",), place)
+    if version > VERSION:
+        found = f"the recording has format version {version}, this Hookline reads up to {VERSION}"
+        raise fault(place, found, "Update Hookline: pip install --upgrade hookline.")
+
+
+def _module(entry: dict[str, Any], place: object) -> ModuleInfo:
+    aliases = get(entry, "aliases", list, place)
+    (parameters,) = counts(entry, ("parameters",), place)
+    if not all(type(alias) is str for alias in aliases):
+        raise fault(place, '"aliases" has to be a list of strings')
+    return ModuleInfo(get(entry, "type_name", str, place), parameters, tuple(aliases))
+
+
+# ---------------------------------------------------------------- manifest lines
+
+
+def dump_event(line: EventLine) -> bytes:
+    """One manifest line, with its newline."""
+    entry = {field: getattr(line, field) for field in ("order", "step", "path", "port", "call", "backward", "shard")}
+    return strict_json.seal(
+        strict_json.COMPACT.encode(
+            {**entry, "structure": line.structure, "tensors": [*map(_dump_tensor, line.tensors)]}
+        )
+    )
+
+
+def _dump_tensor(line: TensorLine) -> dict[str, Any]:
+    summary = line.summary
+    if summary and not all(map(math.isfinite, summary.values())):
+        summary = {key: encode_scalar(value) for key, value in summary.items()}
+    entry: dict[str, Any] = {"name": line.name, "path": line.path, "dtype": line.dtype, "shape": line.shape}
+    entry["summary"] = summary
+    if not line.data:
+        entry["data"] = False
+    if line.converted_from is not None:
+        entry["converted_from"] = line.converted_from
+    return entry
+
+
+def parse_event(data: bytes, place: object) -> EventLine:
+    """Read one manifest line; everything is checked but the inside of ``structure``.
+
+    Raises:
+        FormatError: The line is damaged or hostile.
+    """
+    entry = strict_json.unseal(data, place)
+    port = get(entry, "port", str, place)
+    if port not in PORTS:
+        raise fault(place, f'"port" has to be one of {", ".join(PORTS)}, it is {show(port)}')
+    if "structure" not in entry:
+        raise fault(place, '"structure" is missing')
+    tensors = tuple([_parse_tensor(tensor, place) for tensor in get(entry, "tensors", list, place)])
+    order, step, call, backward = counts(entry, _PLACE, place)
+    path, shard = get(entry, "path", str, place), _parse_shard(entry, tensors, place)
+    return EventLine(order, step, path, port, call, backward, shard, entry["structure"], tensors)
+
+
+def _parse_shard(entry: dict[str, Any], tensors: tuple[TensorLine, ...], place: object) -> str | None:
+    shard = entry.get("shard")
+    if shard is None:
+        if any(tensor.data for tensor in tensors):
+            raise fault(place, 'it has tensors with data, but no "shard"')
+        return None
+    # only a bare name: whatever could lead out of the writer's folder does not match
+    if type(shard) is not str or not SHARD_NAME.fullmatch(shard):
+        raise fault(place, f'"shard" has to be a name like {shard_name(0)}, it is {show(shard)}')
+    return shard
+
+
+def _parse_tensor(entry: Any, place: object) -> TensorLine:
+    if type(entry) is not dict:
+        raise fault(place, f'"tensors" has to be a list of objects, it has {show(entry)}')
+    dtype = get(entry, "dtype", str, place)
+    if dtype not in STORAGE:
+        raise fault(place, f"unknown dtype {show(dtype)}", "Update Hookline: pip install --upgrade hookline.")
+    data, origin = entry.get("data", True), entry.get("converted_from")
+    if type(data) is not bool or not (origin is None or type(origin) is str):
+        raise fault(place, '"data" has to be true or false, and "converted_from" a string')
+    name, path = get(entry, "name", str, place), get(entry, "path", str, place)
+    shape = parse_shape(entry.get("shape"), STORAGE[dtype].itemsize, place)
+    return TensorLine(name, path, dtype, shape, _parse_summary(entry.get("summary"), place), data, origin)
+
+
+def _parse_summary(entry: Any, place: object) -> dict[str, int | float] | None:
+    if entry is None:
+        return None
+    if type(entry) is not dict:
+        raise fault(place, f'"summary" has to be an object or null, it is {show(entry)}')
+    whole, real = counts(entry, _WHOLE, place), strict_json.reals(entry, _REAL, place)
+    return {**dict(zip(_WHOLE, whole, strict=True)), **dict(zip(_REAL, real, strict=True))}

@@ -1,0 +1,160 @@
+"""Reading a recording: the manifests at once, the tensors when they are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hookline.stats.summary import Summary
+from hookline.store import format as layout
+from hookline.store.folders import read_head
+from hookline.store.format import HEAD, MANIFEST, EventLine, ModuleInfo, TensorLine
+from hookline.store.shard import Shard, meta_tensor, open_regular
+from hookline.store.strict_json import DAMAGED, fault
+from hookline.store.structure import decode
+
+_OTHER_FOLDER = "Pass a folder that Hookline wrote, such as run.hookline."
+_ONE_TENSOR = {"t": 0}
+
+
+class StoredEvent:
+    """One event of a recording on disk. Its tensors are mapped from the file each time they are asked for.
+
+    Attributes:
+        order: Number of the event in its recording.
+        step: Step.
+        path: Path of the module; ``""`` is the root.
+        port: ``input``, ``output``, ``grad_input`` or ``grad_output``.
+        call: Number of the call of that module in that step.
+        backward: Number of the backward pass through that call.
+    """
+
+    __slots__ = ("_place", "_shard", "_structure", "_tensors", "backward", "call", "order", "path", "port", "step")
+
+    def __init__(self, line: EventLine, shard: Shard | None, place: object) -> None:
+        self.order, self.step, self.path, self.port = line.order, line.step, line.path, line.port
+        self.call, self.backward = line.call, line.backward
+        self._structure, self._tensors, self._shard, self._place = line.structure, line.tensors, shard, place
+
+    @property
+    def value(self) -> Any:
+        """The kept value. Writing into its tensors does not reach the file.
+
+        Raises:
+            FormatError: The shard is truncated, damaged or hostile.
+        """
+        tensors = [self._tensor(line) for line in self._tensors]
+        return tensors[0] if self._structure == _ONE_TENSOR else decode(self._structure, tensors, self._place)
+
+    def leaves(self) -> list[tuple[str, Tensor]]:
+        """Value path and tensor of each tensor of the value, in order."""
+        return [(line.path, self._tensor(line)) for line in self._tensors]
+
+    def summaries(self) -> dict[str, Summary]:
+        """Statistics by value path, from the manifest; the tensors are not touched."""
+        return {line.path: Summary(**line.summary) for line in self._tensors if line.summary}  # type: ignore[arg-type]
+
+    def conversions(self) -> dict[str, str]:
+        """By value path, what was stored in another form: ``sparse_coo``, ``quint8``, ``DTensor``."""
+        return {line.path: line.converted_from for line in self._tensors if line.converted_from is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors on disk."""
+        return sum(line.nbytes for line in self._tensors)
+
+    def _tensor(self, line: TensorLine) -> Tensor:
+        if self._shard is None or not line.data:
+            return meta_tensor(line, self._place)
+        return self._shard.tensor(line)
+
+    def __repr__(self) -> str:
+        return f"<StoredEvent {self.order}: {self.path or '(root)'}:{self.port}, call {self.call} of step {self.step}>"
+
+
+class StoredParts(NamedTuple):
+    """What a recording on disk holds.
+
+    Attributes:
+        info: What its writer knew about it.
+        modules: The modules of the model by path, in the order of the model.
+        events: The events of all writers, by order and step.
+    """
+
+    info: dict[str, Any]
+    modules: dict[str, ModuleInfo]
+    events: list[StoredEvent]
+
+
+def open_recording(folder: str | os.PathLike[str]) -> StoredParts:
+    """Open a recording. No code from it is run, and nothing but the JSON files is read yet.
+
+    Args:
+        folder: The recording, ``run.hookline``.
+
+    Raises:
+        FormatError: It is missing, foreign, of a newer version, damaged or hostile. The message names the file.
+    """
+    path = Path(os.path.abspath(folder))  # shards are opened later, perhaps from another working directory
+    _check_folder(path)
+    try:
+        info, modules = layout.parse_head(read_head(path), path / HEAD)
+        events = [event for writer in _writers(path) for event in _read_manifest(writer)]
+    except OSError as error:
+        raise fault(path, f"it cannot be read ({error})", "Check its permissions and its disk.") from error
+    events.sort(key=lambda event: (event.order, event.step))
+    return StoredParts(info, modules, events)
+
+
+def _check_folder(folder: Path) -> None:
+    if not os.path.lexists(folder):
+        raise fault(folder, "there is no recording of that name", "Check the path.")
+    if folder.name in (HEAD, MANIFEST) or not folder.is_dir():
+        raise fault(folder, "this is not a folder, a recording is one", "Pass the folder, such as run.hookline.")
+    if not os.path.lexists(folder / HEAD):
+        advice = f"Pass its parent, {folder.parent}." if (folder.parent / HEAD).exists() else _OTHER_FOLDER
+        raise fault(folder, f"this folder is not a Hookline recording (it has no {HEAD})", advice)
+
+
+def _writers(folder: Path) -> Iterator[Path]:
+    """The writers' folders that have a manifest, in order; other things in the folder are not ours to judge."""
+    for path in sorted(folder.iterdir()):
+        if layout.WRITER_NAME.fullmatch(path.name):
+            if path.is_symlink() or not path.is_dir():
+                raise fault(path, "this is not a plain folder", "Copy the recording with its links resolved: cp -rL.")
+            if os.path.lexists(path / MANIFEST):
+                yield path
+
+
+def _read_manifest(writer: Path) -> Iterator[StoredEvent]:
+    shards: dict[str, Shard] = {}
+    needed: dict[str, int] = {}
+    manifest = writer / MANIFEST
+    for number, text in enumerate(_lines(manifest), start=1):
+        place = layout.Line(manifest, number)
+        line = layout.parse_event(text, place)
+        decode(line.structure, range(len(line.tensors)), place)
+        if line.shard is None:
+            yield StoredEvent(line, None, place)
+            continue
+        if line.shard not in shards:
+            shards[line.shard] = Shard(writer / line.shard)
+        needed[line.shard] = needed.get(line.shard, 0) + sum(tensor.nbytes for tensor in line.tensors)
+        yield StoredEvent(line, shards[line.shard], place)
+    for name, shard in shards.items():
+        if shard.size < needed[name]:
+            found = f"it has {shard.size} bytes, its tensors need {needed[name]}"
+            raise fault(shard.path, found, f"It is truncated. {DAMAGED}")
+
+
+def _lines(manifest: Path) -> Iterator[bytes]:
+    """The complete lines; one without a newline was being written when the writer was killed."""
+    with open_regular(manifest) as file:
+        while (line := file.readline(layout.MAX_LINE + 1)).endswith(b"\n"):
+            yield line
+        if len(line) > layout.MAX_LINE:
+            raise fault(manifest, f"a line has more than {layout.MAX_LINE} bytes")

@@ -1,0 +1,214 @@
+"""Writing a recording: a `Writer` that is appended to while the model runs, and `save` for one that is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hookline.errors import FormatError, OptionError
+from hookline.store import folders
+from hookline.store.appender import Appender, EventLike
+from hookline.store.format import ModuleInfo, dump_head, writer_name
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_AT_ONCE = 20_000
+"""Events that `save` writes at once, since their manifest lines wait in memory for their shards."""
+
+
+class Writer:
+    """Writes one recording, or one process's part of it. A context manager.
+
+    What an `append` that returned has written survives a crash. Several processes may write into one recording, each
+    with its own ``writer``: the first to come makes the folder, the others join it.
+
+    Args:
+        folder: The recording, ``run.hookline``. Missing parents are made.
+        info: What is known about the recording; strict JSON.
+        modules: The modules of the model by path.
+        writer: Number of this writer, such as the rank of the process.
+        overwrite: Replace a recording of that name: the whole of it for writer 0, that writer's part for others.
+
+    Raises:
+        OptionError: The recording exists, with a part of that writer.
+        FormatError: Something else stands there, or the place cannot be written to.
+        ArgumentError: ``info`` is not JSON.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        info: Mapping[str, Any],
+        modules: Mapping[str, ModuleInfo],
+        writer: int = 0,
+        overwrite: bool = False,
+    ) -> None:
+        if writer < 0:
+            raise OptionError(f"writer has to be a number from 0 on, got {writer}. Pass the rank of the process.")
+        head, own = dump_head(info, modules), writer_name(writer)
+        self.folder = folders.place_of(folder)
+        with _writing(self.folder):
+            if overwrite:
+                _replace(self.folder, head, own, whole=writer == 0)
+            else:
+                _claim(self.folder, head, own)
+            self._appender = Appender(self.folder / own)
+        self._closed = False
+
+    def append(self, events: Iterable[EventLike]) -> None:
+        """Write some events and wait until the disk has them. After an error, it is as if it had not been called.
+
+        Raises:
+            ArgumentError: An event holds something that cannot be stored.
+            FormatError: The disk is full or refuses. What was appended before can be read.
+            OptionError: The writer is closed.
+        """
+        if self._closed:
+            raise OptionError(f"{self.folder}: this writer is closed. Append before the with-block ends.")
+        with _writing(self.folder):
+            self._appender.append(events)
+
+    def describe(self, *, info: Mapping[str, Any], modules: Mapping[str, ModuleInfo]) -> None:
+        """Say anew what the recording is, when more modules turn up while it is written.
+
+        Raises:
+            ArgumentError: ``info`` is not JSON.
+            FormatError: The disk is full or refuses. The description is then as it was.
+            OptionError: The writer is closed.
+        """
+        if self._closed:
+            raise OptionError(f"{self.folder}: this writer is closed. Describe before the with-block ends.")
+        head = dump_head(info, modules)
+        with _writing(self.folder):
+            folders.write_head(self.folder, head)
+
+    def close(self) -> None:
+        """Close the files. Nothing is left to be written."""
+        self._closed = True
+        self._appender.close()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def save(
+    folder: str | os.PathLike[str],
+    *,
+    info: Mapping[str, Any],
+    modules: Mapping[str, ModuleInfo],
+    events: Iterable[EventLike],
+    overwrite: bool = False,
+) -> None:
+    """Write a whole recording, or nothing.
+
+    It is written next to its place and renamed when complete. A recording that is overwritten stays until then.
+
+    Args:
+        folder: The recording, ``run.hookline``. Missing parents are made.
+        info: What is known about the recording; strict JSON.
+        modules: The modules of the model by path.
+        events: All events.
+        overwrite: Replace a recording of that name.
+
+    Raises:
+        OptionError: A recording of that name exists.
+        FormatError: Something else stands there, or the place cannot be written to.
+        ArgumentError: ``info`` is not JSON, or an event holds something that cannot be stored.
+    """
+    head, place = dump_head(info, modules), folders.place_of(folder)
+    with _writing(place):
+        _refuse(place, overwrite)
+        draft = folders.make_draft(place, head, writer_name(0))
+        try:
+            with contextlib.closing(Appender(draft / writer_name(0))) as appender:
+                rest = iter(events)
+                while some := list(itertools.islice(rest, _AT_ONCE)):
+                    appender.append(some)
+            _put(draft, place, overwrite)
+        except BaseException:
+            folders.remove(draft)
+            raise
+
+
+def check_free(folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Raise what a ``Writer`` or ``save`` would raise because of what stands at a place; writes nothing.
+
+    Raises:
+        OptionError: A recording of that name exists, and ``overwrite`` is False.
+        FormatError: Something else stands there.
+    """
+    place = folders.place_of(folder)
+    with _writing(place):
+        _refuse(place, overwrite)
+
+
+def _refuse(folder: Path, overwrite: bool) -> None:
+    if not overwrite:
+        folders.refuse_taken(folder)
+    elif folders.is_taken(folder):
+        folders.check_replaceable(folder)
+
+
+def _put(draft: Path, folder: Path, overwrite: bool) -> None:
+    """Give a complete draft its place; looks again, since somebody else may have come first."""
+    _refuse(folder, overwrite)
+    if os.path.lexists(folder):
+        folders.replace(draft, folder)
+    else:
+        folders.publish(draft, folder)
+
+
+def _claim(folder: Path, head: bytes, own: str) -> None:
+    """Make a new recording, or join one that has no part of this writer yet."""
+    if not folders.is_taken(folder):
+        draft = folders.make_draft(folder, head, own)
+        try:
+            return folders.publish(draft, folder)
+        except BaseException as error:
+            folders.remove(draft)
+            if not isinstance(error, OSError) or not folders.is_taken(folder):
+                raise  # otherwise another process was faster: join it
+    try:
+        folders.add_writer(folder, own)
+    except FileExistsError:
+        folders.refuse_taken(folder)
+
+
+def _replace(folder: Path, head: bytes, own: str, *, whole: bool) -> None:
+    if not folders.is_taken(folder):
+        return _claim(folder, head, own)
+    folders.check_replaceable(folder)
+    if not whole:
+        if (folder / own).exists():
+            part = folders.hidden(folder, "old")
+            os.rename(folder / own, part)
+            folders.remove(part)
+        return folders.add_writer(folder, own)
+    draft = folders.make_draft(folder, head, own)
+    try:
+        folders.replace(draft, folder)
+    except BaseException:
+        folders.remove(draft)
+        raise
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """An OSError as one clear FormatError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _FULL:
+            advice = "Free some space or choose another disk. What was appended before is complete and can be read."
+        else:
+            advice = "Choose a folder that you may write to."
+        raise FormatError(f"{folder}: the recording cannot be written ({reason}). {advice}") from error
