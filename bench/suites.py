@@ -33,14 +33,14 @@ class Plan:
     """
 
     tiny_calls: int = 1000
-    tiny_rounds: int = 31
+    tiny_rounds: int = 15
     batch: int = 8
     side: int = 96
     width: int = 64
-    rounds: int = 21
+    rounds: int = 9
     threads: int = min(2, os.cpu_count() or 1)
     chains: tuple[int, ...] = (1000, 3000, 10_000)
-    chain_rounds: int = 7
+    chain_rounds: int = 5
 
 
 QUICK = Plan(
