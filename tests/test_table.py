@@ -328,7 +328,7 @@ def test_nothing_recorded() -> None:
     text = render(recording([], MODULES), width=400)
     assert text == (
         "Nothing was recorded: no chosen site of the 5 modules was reached; run the model, and backward() for "
-        "gradients, inside the with-block, and see rec.coverage for the reasons."
+        "gradients, inside the with-block."
     )
 
 

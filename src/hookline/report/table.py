@@ -238,7 +238,7 @@ def _nothing(recording: Any) -> str:
     count = len(recording.modules)
     of = f" of the {plural(count, 'module')}" if count else ""
     advice = "run the model, and backward() for gradients, inside the with-block"
-    return f"Nothing was recorded: no chosen site{of} was reached; {advice}, and see rec.coverage for the reasons."
+    return f"Nothing was recorded: no chosen site{of} was reached; {advice}."
 
 
 def _sentence(text: str) -> Table:
