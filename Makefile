@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format-check lint types imports docs pytest bench clean
+.PHONY: help demo test faults check format-check lint types imports docs pytest bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,9 @@ docs: $(VENV)/dev.stamp ## Build the documentation into site/; a warning is an e
 
 pytest: $(VENV)/dev.stamp ## Run the tests only; ARGS="..." passes options
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
+
+faults: $(VENV)/dev.stamp ## Write docs/faults.md from what the tests prove
+	$(BIN)/python -m tests.faults.table
 
 bench: $(VENV)/dev.stamp ## Measure the cost of hooks on this machine
 	@set -e; for script in $$(grep -l __main__ bench/*.py); do echo "$$script"; $(BIN)/python "$$script"; done

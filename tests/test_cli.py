@@ -18,6 +18,7 @@ import hookline
 from hookline.cli import plot as plot_command
 from hookline.cli import run as run_command
 from hookline.cli.main import COMMANDS, main
+from hookline.cli.program import split
 
 SOURCE = str(Path(hookline.__file__).parents[1])
 NET = """
@@ -37,6 +38,14 @@ NET = """
 """
 HOOKLINE = ("-m", "hookline")
 """What a shell knows as hookline, when it is started by its module."""
+
+
+def without_coverage(text: str) -> str:
+    """What was said on stderr, less the lines about the coverage."""
+    words = ("coverage of", "captured", "bypassed", "not reached", "and ")
+    return "".join(
+        line for line in text.splitlines(True) if not line.startswith(tuple(f"hookline: {w}" for w in words))
+    )
 
 
 def process(*args: str, cwd: Path, given: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -109,7 +118,7 @@ def test_an_interrupt_ends_the_process_as_python_ends_it(tmp_path: Path) -> None
     got = process(*HOOKLINE, "run", "--steps", "all", name, "--steps", "9", cwd=tmp_path)
     assert got.returncode == -signal.SIGINT
     assert got.stdout == "at exit torch.Size([1, 3])\n"
-    *_, error, result = got.stderr.splitlines()
+    *_, error, result = without_coverage(got.stderr).splitlines()
     assert error == "KeyboardInterrupt" and "hookline" not in got.stderr.split("KeyboardInterrupt")[0]
     assert result.startswith("hookline: 6 events of 2 steps -> run.hookline (")
     assert hookline.load(tmp_path / "run.hookline").steps == [0, 1]
@@ -140,7 +149,7 @@ def test_sigterm_kills_the_script_after_what_was_recorded_is_written(tmp_path: P
     assert got.stdout == ""
     keys = [(event.path, event.step) for event in hookline.load(tmp_path / "run.hookline")]
     assert keys == [("conv1", 0), ("fc.0", 0), ("fc.1", 0), ("fc", 0), ("", 0), ("conv1", 1)]
-    assert got.stderr.startswith("hookline: 6 events of 2 steps -> run.hookline (")
+    assert without_coverage(got.stderr).startswith("hookline: 6 events of 2 steps -> run.hookline (")
 
 
 def test_steps_are_readable_after_os_exit_and_the_status_is_the_scripts(tmp_path: Path) -> None:
@@ -208,7 +217,7 @@ def test_other_processes_and_threads_of_the_script(tmp_path: Path) -> None:
         f"terminated -{signal.SIGTERM:d}",
         "2",
     ]
-    assert re.fullmatch(r"hookline: 4 events of 4 steps -> run\.hookline \(.*\)\n", got.stderr)
+    assert re.fullmatch(r"hookline: 4 events of 4 steps -> run\.hookline \(.*\)\n", without_coverage(got.stderr))
     assert [(event.path, event.step) for event in hookline.load(tmp_path / "run.hookline")] == [
         ("", 0),
         ("", 1),
@@ -295,7 +304,7 @@ def test_run_refuses_a_name_that_is_taken(recorded: str, capsys: pytest.CaptureF
 
 def test_run_knows_which_of_its_options_take_a_value() -> None:
     for names, settings in run_command._OPTIONS:
-        _, program = run_command._split([names[-1], "s.py", "t.py"])
+        _, program = split([names[-1], "s.py", "t.py"], run_command._OPTIONS)
         flag = settings.get("action") == "store_true"
         assert program == (["s.py", "t.py"] if flag else ["t.py"])
 
@@ -461,8 +470,11 @@ def test_help_is_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["shwo"], "there is no command shwo; nearest: show. The commands are run, show, plot; see: hookline --help"),
-        (["help", "polt"], "there is no command polt; nearest: plot. The commands are run, show, plot"),
+        (
+            ["shwo"],
+            "there is no command shwo; nearest: show. The commands are run, plan, show, plot; see: hookline --help",
+        ),
+        (["help", "polt"], "there is no command polt; nearest: plot. The commands are run, plan, show, plot"),
         (["--verbose"], "there is no command --verbose. The commands are"),
     ],
 )

@@ -815,6 +815,6 @@ def test_the_type_of_a_pattern_can_be_looked_up():
 
 def test_the_public_names_are_those_in_all():
     assert sorted(sites.__all__) == sorted(
-        ["PORTS", "ROOT_LABEL", "Pattern", "Site", "canonical_paths", "check_ports", "label", "match_paths", "nearest",
-         "resolve", "resolve_paths"]
+        ["PORTS", "ROOT_LABEL", "Pattern", "Site", "canonical_paths", "check_ports", "label", "match_paths",
+         "named_exactly", "nearest", "resolve", "resolve_paths"]
     )  # fmt: skip

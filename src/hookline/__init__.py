@@ -12,9 +12,11 @@ from hookline.hooks import (
     register_backward_pre_hook,
     register_forward_hook,
     register_forward_pre_hook,
+    register_multi_grad_hook,
+    register_parameter_hook,
     register_tensor_hook,
 )
-from hookline.record import Recording, edit, load, record
+from hookline.record import Recording, edit, load, plan, record
 from hookline.report import describe, plot
 
 __all__ = [
@@ -23,11 +25,14 @@ __all__ = [
     "describe",
     "edit",
     "load",
+    "plan",
     "plot",
     "record",
     "register_backward_hook",
     "register_backward_pre_hook",
     "register_forward_hook",
     "register_forward_pre_hook",
+    "register_multi_grad_hook",
+    "register_parameter_hook",
     "register_tensor_hook",
 ]

@@ -7,6 +7,7 @@ HooklineError
 ├── HookError       (RuntimeError)  a hook gave back something that cannot stand in the place of what it got
 │   └── MutationError               a hook wrote into a gradient that it was only shown
 ├── SharedMemoryError (RuntimeError)  an in-place write that autograd cannot follow through an observed call
+├── CoverageError   (RuntimeError)  with strict=True, a site that was asked for was not captured
 ├── BudgetError     (MemoryError)   keeping one more value would pass the byte budget
 └── FormatError     (ValueError)    a recording on disk is missing, truncated, foreign or inconsistent
 
@@ -16,9 +17,12 @@ The message says what was wrong, what was got and wanted, and what to do next.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "ArgumentError",
     "BudgetError",
+    "CoverageError",
     "FormatError",
     "HookError",
     "HooklineError",
@@ -55,6 +59,18 @@ class MutationError(HookError):
 
 class SharedMemoryError(HooklineError, RuntimeError):
     """An in-place write reached a tensor along a way that autograd cannot follow through an observed call."""
+
+
+class CoverageError(HooklineError, RuntimeError):
+    """A site that was asked for was not captured.
+
+    Attributes:
+        coverage: The fate of every site.
+    """
+
+    def __init__(self, message: str, coverage: Any = None) -> None:
+        super().__init__(message)
+        self.coverage = coverage
 
 
 class BudgetError(HooklineError, MemoryError):

@@ -39,6 +39,7 @@ __all__ = [
     "check_ports",
     "label",
     "match_paths",
+    "named_exactly",
     "nearest",
     "resolve",
     "resolve_paths",
@@ -159,6 +160,18 @@ def resolve_paths(model: nn.Module, sites: Pattern) -> list[str]:
         SiteError: As for ``resolve``.
     """
     return _paths(_scope_of(model), sites)
+
+
+def named_exactly(model: nn.Module, sites: Pattern) -> list[str]:
+    """First paths of the modules whose very name stands in a pattern.
+
+    Raises:
+        ArgumentError: As for ``resolve``.
+    """
+    scope = _scope_of(model)
+    texts = (element for element in _elements(sites, with_model=True) if isinstance(element, str))
+    found = (text for element in texts for text in (element, _split_port(element)[0]) if scope.has(text))
+    return list(dict.fromkeys(scope.first[text if text in scope.modules else ""] for text in found))
 
 
 def match_paths(pattern: Pattern, paths: Iterable[str]) -> list[str]:

@@ -20,7 +20,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import remove_parametrizations
 
 import hookline
-from hookline.errors import ArgumentError
+from hookline.errors import ArgumentError, HookError
+from hookline.sites import PORTS
 
 from .reference import equal
 
@@ -32,6 +33,8 @@ def attach(model: nn.Module, seen: list[Any] | None = None) -> Callable[[], None
     log = [] if seen is None else seen
     handles = []
     for module in model.modules():
+        if isinstance(module, nn.ModuleDict):  # where parametrizations lie; it is never called
+            continue
         for register in (
             hookline.register_forward_pre_hook,
             hookline.register_forward_hook,
@@ -359,7 +362,7 @@ def test_an_attached_module_looks_as_ever(name: str) -> None:
     attach(model)
     assert isinstance(model, cls)
     assert (repr(model), type(model).__name__, type(model).__qualname__, type(model).__module__) == before[:4]
-    assert set(dir(model)) - set(before[4]) <= {"_hookline_tap", "__hookline_original__"}
+    assert set(dir(model)) - set(before[4]) <= {"_hookline_tap", "__hookline_original__", "__prepare_scriptable__"}
     assert [path for path, _ in model.named_modules()] == [path for path, _ in make(name).named_modules()]
 
 
@@ -538,26 +541,36 @@ def test_a_scripted_module_is_refused() -> None:
     assert "Hook the Python model before torch.jit.script" in str(caught.value)
 
 
-def _jit() -> dict[str, Callable[[nn.Module, Tensor], Any]]:
-    return {
-        "script": lambda model, x: torch.jit.script(model),
-        "trace": lambda model, x: torch.jit.trace(model, x),
-    }
+TRACERS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "torch.jit.script": lambda model, x: torch.jit.script(model),
+    "torch.jit.trace": lambda model, x: torch.jit.trace(model, x),
+    "torch.fx": lambda model, x: fx.symbolic_trace(model),
+}
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("how", ["script", "trace"])
+@pytest.mark.parametrize("tracer", TRACERS)
 @pytest.mark.parametrize("input_grad", [True, False])
-def test_torchscript_of_an_attached_model_passes_by_the_hooks_and_computes_the_same(how: str, input_grad: bool) -> None:
+def test_what_a_tracer_makes_of_a_recorded_model_computes_the_same(tracer: str, input_grad: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), Plain())
     x = torch.randn(2, 3, requires_grad=input_grad)
     output = model(x)
+    with hookline.record(model, ports=PORTS):
+        made = TRACERS[tracer](model, x)
+        if tracer != "torch.fx":
+            torch.jit.save(made, io.BytesIO())
+    assert equal(made(x), output)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_a_tracer_refuses_a_model_with_hooks(tracer: str) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), Plain()), torch.randn(2, 3)
     remove = attach(model)
-    compiled = _jit()[how](model, x)
-    buffer = io.BytesIO()
-    torch.jit.save(compiled, buffer)
+    with pytest.raises(HookError, match=f"{tracer} cannot take the hooks of .* along: .* and [0-9] more"):
+        TRACERS[tracer](model, x)
     remove()
-    assert equal(compiled(x), output)
+    assert equal(TRACERS[tracer](model, x)(x), model(x))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -595,11 +608,11 @@ def _end_the_progress_monitor() -> None:
         bar.monitor = None
 
 
-def test_an_fx_trace_of_an_attached_model_is_that_of_the_model() -> None:
+def test_an_fx_trace_of_a_recorded_model_is_that_of_the_model() -> None:
     model = Plain()
     code = fx.symbolic_trace(model).code
-    attach(model)
-    traced = fx.symbolic_trace(model)
+    with hookline.record(model):
+        traced = fx.symbolic_trace(model)
     assert traced.code == code
     assert equal(traced(torch.ones(2, 3)), model(torch.ones(2, 3)))
 

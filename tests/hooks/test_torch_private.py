@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -463,6 +464,92 @@ def test_the_early_stop_of_a_recomputation_is_told_from_an_error() -> None:
     checkpoint(Block(), leaf() * 1, use_reentrant=False).sum().backward()
     assert len(caught) == 1 and torch_private.is_early_stop(caught[0])
     assert not torch_private.is_early_stop(RuntimeError())
+
+
+def test_a_symbolic_trace_is_told() -> None:
+    seen = []
+
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch_private.is_symbolic_trace())
+            return x * 2
+
+    torch.fx.symbolic_trace(Looks())
+    assert seen == [True] and not torch_private.is_symbolic_trace()
+
+
+def stands_for_relu(x: Tensor) -> Tensor:
+    raise AssertionError("TorchScript calls the built-in function")
+
+
+def uses_it(x: Tensor) -> Tensor:
+    return stands_for_relu(x)
+
+
+def test_a_wrapper_of_a_built_in_function_can_be_scripted() -> None:
+    torch_private.script_like(stands_for_relu, torch.relu)
+    assert torch.jit.script(uses_it)(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
+
+
+def test_a_tensor_is_told_from_another_by_its_hook() -> None:
+    x, y = leaf(), leaf()
+    handle = x.register_hook(lambda grad: None)
+    assert torch_private.has_hook(x, handle) and not torch_private.has_hook(y, handle)
+    handle.remove()
+    assert not torch_private.has_hook(x, handle)
+
+
+def test_forward_mode_is_told() -> None:
+    assert not torch_private.forward_mode()
+    with torch.autograd.forward_ad.dual_level():
+        assert torch_private.forward_mode()
+    assert not torch_private.forward_mode()
+
+
+def test_the_hooks_of_a_swapped_tensor_are_called_again() -> None:
+    x, y, seen = leaf(), leaf(), []
+    x.register_hook(seen.append)
+    before = torch_private.inner_id(x)
+    assert before == torch_private.inner_id(x) != torch_private.inner_id(y)
+    torch.utils.swap_tensors(x, y)
+    assert torch_private.inner_id(x) != before
+    torch_private.hook_again(x)
+    x.sum().backward()
+    assert len(seen) == 1
+
+
+def test_a_compilation_is_told_also_between_its_looks_at_the_code() -> None:
+    seen = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(torch_private.is_tracing_a_graph())
+        return graph.forward
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's compiler warns of itself when it is first imported
+        torch.compile(nn.Linear(2, 2), backend=backend)(torch.ones(2))
+    assert seen == [True] and not torch_private.is_tracing_a_graph()
+
+
+def test_the_whole_of_a_batched_gradient_is_found() -> None:
+    seen: list[Tensor] = []
+    x = leaf()
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(torch_private.older_full_batch(grad)))
+    batch = torch.arange(6, dtype=torch.float64).view(2, 3)
+    torch.autograd.grad(y, x, batch, is_grads_batched=True)
+    assert equal(seen, [batch]) and torch_private.older_full_batch(batch) is batch
+
+
+def test_a_compiled_module_is_told() -> None:
+    module = nn.Linear(2, 2)
+    assert not torch_private.is_compiled(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's compiler warns of itself when it is first imported
+        assert torch_private.is_compiled(torch.compile(module, backend="eager"))
+        assert not torch_private.is_compiled(module)
+        module.compile(backend="eager")
+    assert torch_private.is_compiled(module)
 
 
 # ---------------------------------------------------------------- all of them, and nowhere else

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -81,15 +81,39 @@ def test_a_model_that_is_no_module(wrong: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_a_scripted_part_is_named_with_the_way_to_leave_it_out() -> None:
+def test_a_scripted_part_that_is_asked_for_by_name_is_refused_and_otherwise_told_as_bypassed() -> None:
     model = nn.Sequential(nn.Linear(2, 2), torch.jit.trace(nn.Linear(2, 2), torch.ones(2)), nn.ReLU())
-    with pytest.raises(ArgumentError, match=r'^1: Linear is a TorchScript module: .* Or leave it out: "!1"\.$'):
-        hookline.record(model)
-    with hookline.record(model, ["**", "!1"]) as rec:
+    message = r'^nothing can be seen at "1": TorchScript runs it outside Python\. .* or leave it out: "!1"\.$'
+    for refused in (lambda: hookline.record(model, ["0", "1"]), lambda: hookline.edit(model, {"1": torch.relu})):
+        with pytest.raises(SiteError, match=message):
+            refused()
+    with hookline.record(model) as rec:
         model(torch.ones(2))
     assert [event.path for event in rec] == ["0", "2", ""]
-    with pytest.raises(ArgumentError, match=r"^1: Linear is a TorchScript module"):
-        hookline.edit(model, {"1": torch.relu})
+    assert rec.coverage["1:output"][1:] == ("bypassed", 0, "TorchScript runs it outside Python")
+
+
+CONTAINERS: dict[str, Callable[[], nn.Module]] = {
+    "ModuleList": lambda: nn.ModuleList([nn.ReLU(), nn.ReLU()]),
+    "ModuleDict": lambda: nn.ModuleDict({"a": nn.ReLU()}),
+    "ParameterList": lambda: nn.ParameterList([torch.ones(1)]),
+    "ParameterDict": lambda: nn.ParameterDict({"a": torch.ones(1)}),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_container_that_is_never_called(name: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.held = CONTAINERS[name]()
+    message = rf'^nothing can be seen at "held": a {name} holds others and is never called\. '
+    for pattern in ("held", "held:output", ["0", "held"], type(model.held)):
+        with pytest.raises(SiteError, match=message):
+            hookline.record(model, pattern)
+        with pytest.raises(SiteError, match=message):
+            hookline.edit(model, {pattern if isinstance(pattern, type | str) else tuple(pattern): torch.relu})
+    with hookline.record(model, ["**", "!(root)"]) as rec:
+        model[0](torch.ones(2))
+    assert [(fate.site, fate.status) for fate in rec.coverage.bypassed] == [("held:output", "bypassed")]
 
 
 @pytest.mark.parametrize("room", ["recorder", "edit"])

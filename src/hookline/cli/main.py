@@ -1,12 +1,13 @@
 """Hooks for PyTorch: record and look at every value and gradient in a model.
 
   hookline run train.py          run a script, unchanged, and record the models that it calls
+  hookline plan train.py         say what a step would record
   hookline show run.hookline     print what was recorded
   hookline plot run.hookline     draw it
   hookline help COMMAND          options and examples of a command
   hookline --version             the version
 
-The exit status is that of the script for run, and 2 for a mistake in what was asked for.
+The exit status is that of the script for run and plan, and 2 for a mistake in what was asked for.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
-from hookline.cli import plot, run, show
+from hookline.cli import plan, plot, run, show
 from hookline.cli.parser import name_of
 from hookline.errors import HooklineError, OptionError
 from hookline.sites import nearest
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: tuple[ModuleType, ...] = (run, show, plot)
+COMMANDS: tuple[ModuleType, ...] = (run, plan, show, plot)
 
 _MISTAKE = 2
 _BROKEN_PIPE = 141

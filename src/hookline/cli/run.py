@@ -15,35 +15,19 @@ A step is on disk before the next one begins, so a script that is killed leaves 
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from hookline.cli.parser import Parser, parser_of
+from hookline.cli.program import PORTS, SITES, Option, execute, split
 from hookline.errors import OptionError
-from hookline.launch import Options, run_module, run_script, take_over
+from hookline.launch import Options
 
 __all__ = ["main", "parser"]
 
-_OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
-    (
-        ("--sites",),
-        {
-            "action": "append",
-            "metavar": "PATTERN",
-            "help": "modules to record, such as 'layer1.*' or 'encoder.**'; ** is every module, and the default; a "
-            "leading ! leaves out, a :port at the end says which port; may be repeated",
-        },
-    ),
-    (
-        ("--ports",),
-        {
-            "default": "output",
-            "metavar": "PORTS",
-            "help": "input, output, grad_input, grad_output, or several with commas between (default: output)",
-        },
-    ),
+_OPTIONS: tuple[Option, ...] = (
+    SITES,
+    PORTS,
     (
         ("--steps",),
         {
@@ -94,32 +78,8 @@ def main(argv: Sequence[str], *, own_process: bool) -> int:
     Returns:
         Exit status of the script; a script that was interrupted ends this process as it would end its own.
     """
-    before, program = _split(argv)
-    options = _options(parser().parse_args(before))
-    if not program:
-        raise OptionError(
-            "there is nothing to run; name a script or a module: hookline run train.py, hookline run -m module"
-        )
-    is_module = program[0] == "-m"
-    if is_module and len(program) == 1:
-        raise OptionError("-m needs the name of a module: hookline run -m module")
-    name, *args = program[1:] if is_module else program
-    if not own_process:
-        return (run_module if is_module else run_script)(name, args, options)
-    status = take_over(name, args, options, is_module=is_module)
-    if status == -signal.SIGINT:
-        _end_interrupted()
-    return status
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our options, and the program with its own; argparse alone would take some of the program's for ours."""
-    takes_value = {name for names, settings in _OPTIONS if "action" not in settings for name in names} | {"--sites"}
-    place = 0
-    while place < len(argv) and argv[place].startswith("-") and argv[place] not in ("-m", "--"):
-        place += 2 if argv[place] in takes_value else 1
-    rest = place + 1 if argv[place : place + 1] == ["--"] else place
-    return list(argv[:place]), list(argv[rest:])
+    before, program = split(argv, _OPTIONS)
+    return execute(program, _options(parser().parse_args(before)), own_process=own_process)
 
 
 def _options(given: argparse.Namespace) -> Options:
@@ -141,13 +101,3 @@ def _steps(text: str) -> int | None:
     if not text.isdecimal():
         raise OptionError(f"--steps is a number or all; got {text!r}.")
     return int(text)
-
-
-def _end_interrupted() -> None:
-    """End as the interpreter does after a KeyboardInterrupt, whose traceback has been printed already.
-
-    Raises:
-        KeyboardInterrupt: Always.
-    """
-    sys.excepthook = lambda *error: None
-    raise KeyboardInterrupt

@@ -3,6 +3,7 @@
 hookline show run.hookline
 hookline show run.hookline --site 'layer1.**' --port grad_output
 hookline show run.hookline --values | less
+hookline show run.hookline --coverage
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def parser() -> Parser:
     )
     made.add_argument("--port", metavar="PORT", help=f"only this port: {', '.join(PORTS)}")
     made.add_argument("--values", action="store_true", help="add the first values of each tensor")
+    made.add_argument("--coverage", action="store_true", help="print what became of each site, and why, in its place")
     made.add_argument("--width", type=int, metavar="N", help="columns to use (default: those of the terminal, or 100)")
     return made
 
@@ -50,9 +52,11 @@ def main(argv: Sequence[str], *, own_process: bool) -> int:
     width = _terminal_width() if given.width is None else given.width
     if width < _NARROWEST:
         raise OptionError(f"--width is a number from {_NARROWEST} on; got {width}")
-    text = render(
-        load(given.file), width=width, site=_pattern(given.site, given.port), values=given.values, color=_color()
-    )
+    pattern, recording = _pattern(given.site, given.port), load(given.file)
+    if given.coverage:
+        text = str((recording if pattern is None else recording.select(pattern)).coverage)
+    else:
+        text = render(recording, width=width, site=pattern, values=given.values, color=_color())
     print(_encodable(text), flush=True)
     return 0
 

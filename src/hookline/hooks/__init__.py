@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from hookline.hooks.attach import attach, check_module
+from hookline.hooks.attach import attach, check_module, unreachable
 from hookline.hooks.call import Call
 from hookline.hooks.handle import Handle
+from hookline.hooks.multi_grad import register_multi_grad_hook
+from hookline.hooks.parameter import register_parameter_hook
 from hookline.hooks.register import (
     register_backward_hook,
     register_backward_pre_hook,
@@ -31,6 +33,9 @@ __all__ = [
     "register_backward_pre_hook",
     "register_forward_hook",
     "register_forward_pre_hook",
+    "register_multi_grad_hook",
+    "register_parameter_hook",
     "register_tensor_hook",
     "snapshot",
+    "unreachable",
 ]

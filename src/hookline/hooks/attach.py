@@ -8,14 +8,16 @@ from typing import Any
 from torch import nn
 
 from hookline.errors import ArgumentError
-from hookline.hooks.fused import tap_begins, tap_ends
+from hookline.hooks import functional, fused
 from hookline.hooks.handle import Handle
 from hookline.hooks.swap import swap, unswap
 from hookline.hooks.tap import Entry, Observer, Tap
-from hookline.hooks.token import TOKEN
+from hookline.hooks.token import TOKEN, original_class
 from hookline.hooks.torch_private import is_scripted
 
-__all__ = ["attach", "check_module"]
+__all__ = ["attach", "check_module", "unreachable"]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 _lock = threading.RLock()
 
@@ -24,14 +26,15 @@ def attach(module: nn.Module, kind: str, listener: Entry | Observer, *, prepend:
     """Put a listener at a module.
 
     Raises:
-        ArgumentError: What was given is no module, or one that runs outside Python.
+        ArgumentError: What was given is no module, or one whose calls cannot be seen.
     """
     check_module(module)
     with _lock:
         tap = module.__dict__.get(TOKEN)
         if tap is None or tap.module() is not module:
             tap = Tap(module)
-            tap_begins(tap)
+            fused.tap_begins(tap)
+            functional.tap_begins(tap, module)
         swap(module, tap)
         tap.add(kind, listener, prepend)
     return Handle(lambda: _detach(tap, kind, listener))
@@ -47,7 +50,8 @@ def _detach(tap: Tap, kind: str, listener: Entry | Observer) -> None:
         if module is not None and tap.idle and module.__dict__.get(TOKEN) is tap:
             unswap(module)
         if tap.idle:
-            tap_ends(tap)
+            fused.tap_ends(tap)
+            functional.tap_ends(id(tap))
 
 
 def _removed(*args: Any) -> None:
@@ -55,7 +59,11 @@ def _removed(*args: Any) -> None:
 
 
 def check_module(module: Any) -> None:
-    """Refuse what cannot be hooked."""
+    """Refuse what cannot be hooked.
+
+    Raises:
+        ArgumentError: It is no module, TorchScript runs it, or it is a container that is never called.
+    """
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"a hook is put on a torch.nn.Module, got {type(module).__name__}: {module!r:.60}")
     if is_scripted(module):
@@ -64,3 +72,34 @@ def check_module(module: Any) -> None:
             "Python, so no hook can see its calls. Hook the Python model before torch.jit.script or trace, "
             "or the module that calls this one."
         )
+    if _only_holds(module):
+        raise ArgumentError(
+            f"a {type(module).__name__} is never called, so that a hook on it would never run. {_instead_of(module)}"
+        )
+
+
+def _instead_of(container: nn.Module) -> str:
+    children = [f"{name} ({type(child).__name__})" for name, child in container.named_children()]
+    if children:
+        more = f" and {len(children) - 3} more" if len(children) > 3 else ""
+        return f"Hook what it holds: {', '.join(children[:3])}{more}, or the module that runs them."
+    if container._parameters:
+        return "For the gradients of what it holds call register_parameter_hook on the module that uses them."
+    return "It holds nothing yet."
+
+
+def unreachable(module: nn.Module) -> str:
+    """Why no call of the module can ever be seen; empty where one can."""
+    if is_scripted(module):
+        return "TorchScript runs it outside Python"
+    if _only_holds(module):
+        return f"a {type(module).__name__} holds others and is never called"
+    return ""
+
+
+def _only_holds(module: nn.Module) -> bool:
+    """Whether it is one of torch's containers, without a ``forward`` of its own."""
+    if not isinstance(module, _CONTAINERS) or "forward" in module.__dict__:
+        return False
+    forward: Any = getattr(original_class(module), "forward", None)
+    return forward is nn.Module.forward

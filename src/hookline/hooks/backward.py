@@ -49,7 +49,7 @@ class _Backward:
 
     def finish(self) -> None:
         """Run the hooks of the calls whose inputs this pass did not reach."""
-        for call, part in self.passes.items():
+        for call, part in reversed(self.passes.items()):  # inner calls before those that they stand in
             if not part.done:
                 part.done = True
                 _run_hooks(call, [None] * call.in_count, part.grad_output, reached=False)

@@ -11,13 +11,17 @@ from torch import Tensor, nn
 
 from hookline.hooks.boundary import close_again, close_boundary, histories, open_boundary, watch_kept
 from hookline.hooks.purity import may_write_inputs
+from hookline.hooks.running import running
 from hookline.hooks.snapshot import alike
 from hookline.hooks.tap import Entry, Plan, Tap
-from hookline.hooks.torch_private import graph_task_id, is_early_stop, is_tracing, version
+from hookline.hooks.torch_private import graph_task_id, is_early_stop, is_symbolic_trace, is_tracing, version
+from hookline.hooks.traced import NOT_TRACED, run_traced
 from hookline.hooks.user_hooks import add_note, run_post_hook, run_pre_hook
 from hookline.values import Structure, flatten_call, rebuild
 
 __all__ = ["Call", "run"]
+
+is_compiling = torch.compiler.is_compiling
 
 
 class Call:
@@ -79,15 +83,18 @@ class Call:
         self.backwards = 0
         self.recomputed = graph_task_id() != -1
         self.with_grad = torch.is_grad_enabled()
-        self.bounded = self.with_grad and plan.output_node and not is_tracing()
+        self.bounded = self.with_grad and plan.output_node
         self.marks: dict[Any, Any] = {}
 
 
 def run(tap: Tap, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``forward`` of a tapped module with everything that listens there."""
-    if torch.compiler.is_compiling():
-        return forward(module, *args, **kwargs)
+    is_traced = is_compiling() or is_tracing() or is_symbolic_trace()
+    if is_traced and (traced := run_traced(tap, forward, module, args, kwargs)) is not NOT_TRACED:
+        return traced
     call = Call(module, tap.plan)
+    inside = running()
+    inside.append(tap)
     try:
         result = _observed(call, forward, module, args, kwargs)
     except BaseException as error:
@@ -95,6 +102,8 @@ def run(tap: Tap, forward: Callable[..., Any], module: nn.Module, args: tuple[An
             if observer.alive:
                 observer.on_failure(call, error)
         raise
+    finally:
+        inside.pop()
     if call.kept:
         watch_kept(call)
     return result

@@ -1,8 +1,9 @@
 """Keep torch's fused transformer kernel from passing by observed modules.
 
 In evaluation, ``nn.TransformerEncoderLayer`` computes with one kernel and calls none of its sub-modules, unless
-hooks of PyTorch's own sit on one of them. While anything is observed anywhere, ``forward`` of the two encoder
-classes is wrapped: a layer with an observed sub-module runs its plain path, every other layer as before.
+hooks of PyTorch's own sit on one of them; ``nn.MultiheadAttention`` does the like with ``out_proj``. While anything is
+observed anywhere, ``forward`` of these classes is wrapped: a module with an observed sub-module runs its plain path,
+every other one as before.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hookline.hooks.token import TOKEN
 
 __all__ = ["tap_begins", "tap_ends"]
 
-_CLASSES: tuple[Any, ...] = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+_CLASSES: tuple[Any, ...] = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 _lock = threading.RLock()
 _taps: dict[int, weakref.ref[Tap]] = {}
 _originals: dict[type, Callable[..., Any]] = {}
@@ -56,8 +57,10 @@ def _plain_where_observed(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         enabled = torch.backends.mha.get_fastpath_enabled()
-        if not enabled or self.training or torch.compiler.is_compiling() or not _observed_below(self):
+        if not enabled or self.training or torch.compiler.is_compiling() or not (below := _taps_below(self)):
             return forward(self, *args, **kwargs)
+        if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in self.parameters()):
+            _tell(below, type(self).__name__)
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             return forward(self, *args, **kwargs)
@@ -67,5 +70,12 @@ def _plain_where_observed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _observed_below(module: nn.Module) -> bool:
-    return any(TOKEN in below.__dict__ for below in module.modules() if below is not module)
+def _taps_below(module: nn.Module) -> list[Tap]:
+    return [below.__dict__[TOKEN] for below in module.modules() if below is not module and TOKEN in below.__dict__]
+
+
+def _tell(taps: list[Tap], fused: str) -> None:
+    for tap in taps:
+        for observer in tap.plan.observers:
+            if observer.alive:
+                observer.plain_path(fused)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hookline.hooks.backward import receive_input, receive_output
-from hookline.hooks.torch_private import copy_creation_meta, is_view, refuses_in_place, transforms_active
+from hookline.hooks.torch_private import copy_creation_meta, forward_mode, is_view, refuses_in_place, transforms_active
 
 if TYPE_CHECKING:
     from hookline.hooks.call import Call
@@ -25,6 +25,7 @@ class OutputNode(torch.autograd.Function):
         """Hand the outputs on."""
         ctx.set_materialize_grads(False)
         ctx.call, ctx.input_node, ctx.seal = call, input_node, call.seals
+        ctx.like = _like(tensors) if forward_mode() else ()
         return _aliases(as_views, tensors)
 
     @staticmethod
@@ -37,7 +38,7 @@ class OutputNode(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """Forward-mode derivative: that of an identity."""
-        return _tangents(tangents[3:])
+        return _tangents(ctx.like, tangents[3:])
 
 
 class InputNode(torch.autograd.Function):
@@ -52,6 +53,7 @@ class InputNode(torch.autograd.Function):
         """Hand the inputs on."""
         ctx.set_materialize_grads(False)
         ctx.call, ctx.width = call, width
+        ctx.like = _like(tensors[::width]) if forward_mode() else ()
         return _aliases(as_views, tensors[::width])
 
     @staticmethod
@@ -66,7 +68,7 @@ class InputNode(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """Forward-mode derivative: that of an identity."""
-        return _tangents(tangents[3 :: ctx.width])
+        return _tangents(ctx.like, tangents[3 :: ctx.width])
 
 
 class _TransformedOutputNode(torch.autograd.Function):
@@ -80,13 +82,15 @@ class _TransformedOutputNode(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.seal = inputs[0], inputs[0].seals
+        ctx.like = _like(inputs[3:])
 
     backward = OutputNode.backward
     jvp = OutputNode.jvp
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: Call, input_node: Any, as_views: Any, *tensors: Tensor) -> Any:
-        return _TransformedOutputNode.apply(call, None, as_views, *tensors), tuple(in_dims[3:])  # type: ignore[no-untyped-call]
+        tensors, places = _mapped_first(tensors, in_dims[3:])
+        return _TransformedOutputNode.apply(call, None, as_views, *tensors), places  # type: ignore[no-untyped-call]
 
 
 class _TransformedInputNode(torch.autograd.Function):
@@ -100,13 +104,15 @@ class _TransformedInputNode(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.width = inputs[0], 1
+        ctx.like = _like(inputs[3:])
 
     backward = InputNode.backward
     jvp = InputNode.jvp
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: Call, width: int, as_views: Any, *tensors: Tensor) -> Any:
-        return _TransformedInputNode.apply(call, 1, as_views, *tensors), tuple(in_dims[3:])  # type: ignore[no-untyped-call]
+        tensors, places = _mapped_first(tensors, in_dims[3:])
+        return _TransformedInputNode.apply(call, 1, as_views, *tensors), places  # type: ignore[no-untyped-call]
 
 
 class Rebase(torch.autograd.Function):
@@ -126,6 +132,13 @@ class Rebase(torch.autograd.Function):
         # For a view autograd takes None as "no gradient for the rest of the base either", so zeros are returned.
         return (torch.zeros_like(grad) if ctx.of_view and grad is not None else None), grad
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, source: Tensor | None) -> Tensor | None:
+        """Forward-mode derivative: that of the value that was written, in the memory of the old one's."""
+        if tangent is None:
+            return None if source is None else source.view_as(source)
+        return tangent.zero_() if source is None else tangent.copy_(source)
+
 
 def input_node_of(node: Any) -> Any:
     """The input node of the call that an output node belongs to; None for every other node."""
@@ -139,8 +152,22 @@ def _aliases(as_views: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[Tenso
     return tuple(t.view_as(t) if v else t.detach() for t, v in zip(tensors, as_views, strict=True))
 
 
-def _tangents(tangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return tuple(None if t is None else t.view_as(t) for t in tangents)
+def _mapped_first(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> tuple[tuple[Tensor, ...], Any]:
+    """The tensors with the mapped axis in front, as values are kept, and where it is then."""
+    moved = tuple(t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, dims, strict=True))
+    return moved, tuple(None if dim is None else 0 for dim in dims)
+
+
+def _tangents(like: Sequence[tuple[Any, ...]], tangents: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Tangents of aliases; zeros where there is none, which torch does not take from a function of Python."""
+    return tuple(
+        torch.zeros(shape, dtype=dtype, device=device) if tangent is None else tangent.view_as(tangent)
+        for tangent, (shape, dtype, device) in zip(tangents, like, strict=True)
+    )
+
+
+def _like(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
 
 
 def through_input_node(call: Call, tensors: Sequence[Tensor], width: int) -> tuple[Tensor, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hookline.hooks.torch_private import full_batch, lazy_clone, storage_bytes, transforms_active
+from hookline.hooks.torch_private import full_batch, lazy_clone, older_full_batch, storage_bytes, transforms_active
 
 __all__ = ["alike", "snapshot"]
 
@@ -25,7 +25,14 @@ def snapshot(tensor: Tensor) -> Tensor:
     """
     if transforms_active():
         return full_batch(full_batch(tensor).detach().clone())  # a running transform wraps whatever is made
-    alias = tensor.detach()
+    if tensor.is_inference():  # the kept value is to be of use where gradients are computed
+        with torch.inference_mode(False):
+            made = None if tensor.is_quantized or _is_small_part(tensor) else lazy_clone(tensor)
+            return tensor.clone() if made is None else made
+    try:
+        alias = tensor.detach()
+    except RuntimeError:  # the older vmap, of is_grads_batched and vectorize=True, has no rule for it
+        alias = tensor = older_full_batch(tensor)
     if alias.is_quantized or (tensor.is_leaf and tensor.requires_grad) or _is_small_part(alias):
         return alias.clone()
     kept = lazy_clone(alias)

@@ -20,7 +20,10 @@ from torch import nn
 
 from hookline.errors import ArgumentError
 from hookline.hooks.call import run
+from hookline.hooks.functional import owns
+from hookline.hooks.running import running
 from hookline.hooks.token import ORIGINAL, TOKEN, original_class
+from hookline.hooks.traced import refuse_tracing
 
 if TYPE_CHECKING:
     from hookline.hooks.tap import Tap
@@ -70,6 +73,7 @@ def _make_subclass(cls: type, own_forward: bool) -> type:
         "forward": _OwnForward(cls) if own_forward else _passing_by(cls),
         "__reduce_ex__": _reduce_as_original(cls),
         "__setattr__": _noticing_changes(cls),
+        "__prepare_scriptable__": _refuse_scripting(cls),
     }
     if hasattr(cls, "__deepcopy__"):
         body["__deepcopy__"] = _deepcopy_as_original(cls)
@@ -78,7 +82,27 @@ def _make_subclass(cls: type, own_forward: bool) -> type:
     bases: tuple[type, ...] = (cls,)
     if any("__init_subclass__" in base.__dict__ for base in cls.__mro__[:-1]):
         bases = (_QuietSubclass, cls)
-    return _new_class(type(cls))(type(cls), cls.__name__, bases, body)  # type: ignore[no-any-return]
+    return _new_class(type(cls))(_equal_to_original(type(cls)), cls.__name__, bases, body)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _equal_to_original(metaclass: Any) -> Any:
+    """A metaclass whose classes compare and hash like the class that they stand for.
+
+    ``type(module) == nn.Linear`` and tables by class, such as those of quantization, go on as before; ``is`` does not.
+    """
+    if metaclass.__eq__ is not type.__eq__ or metaclass.__hash__ is not type.__hash__:
+        return metaclass
+    body = {"__eq__": _same_original, "__hash__": lambda cls: type.__hash__(_original(cls)), ORIGINAL: metaclass}
+    return type.__new__(type(metaclass), metaclass.__name__, (metaclass,), body)
+
+
+def _same_original(cls: type, other: object) -> Any:
+    return _original(cls) is _original(other) if isinstance(other, type) else NotImplemented
+
+
+def _original(cls: Any) -> Any:
+    return cls.__dict__.get(ORIGINAL, cls)
 
 
 def _new_class(metaclass: Any) -> Callable[..., Any]:
@@ -106,8 +130,24 @@ def _noticing_changes(cls: Any) -> Callable[..., None]:
             object.__setattr__(self, "__class__", _subclass(_as_meant(value, self), own_forward))
         else:
             cls.__setattr__(self, name, value)
+            if isinstance(value, nn.Parameter) and (tap := self.__dict__.get(TOKEN)) is not None:
+                owns(tap, value)
+                for observer in tap.plan.observers:
+                    observer.on_parameter(name, value)
 
     return __setattr__
+
+
+def _refuse_scripting(cls: Any) -> Callable[..., Any]:
+    """What torch.jit.script asks of each module first."""
+
+    def __prepare_scriptable__(self: Any) -> Any:
+        if (tap := self.__dict__.get(TOKEN)) is not None:
+            refuse_tracing(tap, self, "torch.jit.script")
+        prepare = getattr(cls, "__prepare_scriptable__", None)
+        return self if prepare is None else prepare(self)
+
+    return __prepare_scriptable__
 
 
 def _hand_back_properties(tapped: Any, cls: Any) -> None:
@@ -126,9 +166,19 @@ def _as_meant(new: Any, module: Any) -> Any:
     """
     if any(ORIGINAL in base.__dict__ for base in new.__bases__):
         new.__bases__ = tuple(base.__dict__.get(ORIGINAL, base) for base in new.__bases__)
+        return _with_own_metaclass(new)
     elif new.__name__.startswith("Parametrized") and "parametrizations" not in module._modules:
         return new.__bases__[0]
     return new
+
+
+def _with_own_metaclass(new: Any) -> Any:
+    """The class made anew without the metaclass that it has from the tapped one; a metaclass cannot be exchanged."""
+    metaclass = type(new).__dict__.get(ORIGINAL)
+    if metaclass is None:
+        return new
+    body = {name: value for name, value in vars(new).items() if name not in ("__dict__", "__weakref__")}
+    return _new_class(metaclass)(metaclass, new.__name__, new.__bases__, body | {"__qualname__": new.__qualname__})
 
 
 def _passing_by(cls: Any) -> Callable[..., Any]:
@@ -154,7 +204,7 @@ class _OwnForward:
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
         if module is None:
-            return self.cls.forward
+            return self._of_the_class()
         own = module.__dict__.get("forward")
         inner = self.cls.forward.__get__(module, owner) if own is None else own
         tap = module.__dict__.get(TOKEN)
@@ -164,6 +214,19 @@ class _OwnForward:
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             return run(tap, lambda _, *a, **k: inner(*a, **k), module, args, kwargs)
+
+        return forward
+
+    def _of_the_class(self) -> Callable[..., Any]:
+        """``type(module).forward``: a call of the module, unless it is its own ``forward`` that calls it."""
+        plain = self.cls.forward
+
+        @functools.wraps(plain)
+        def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+            tap = module.__dict__.get(TOKEN)
+            if tap is None or tap in running():
+                return plain(module, *args, **kwargs)
+            return run(tap, plain, module, args, kwargs)
 
         return forward
 

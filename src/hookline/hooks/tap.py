@@ -57,6 +57,18 @@ class Observer:
     def on_failure(self, call: Call, error: BaseException) -> None:
         """``forward`` or a hook raised."""
 
+    def on_parameter(self, name: str, value: Any) -> None:
+        """The module has got another parameter under this name."""
+
+    def passed_by(self, function: str, user: nn.Module | None) -> None:
+        """A function used a parameter of the module without calling it, inside ``user`` if that one is observed."""
+
+    def plain_path(self, fused: str) -> None:
+        """A module above runs its plain path, since this one is observed; ``fused`` names what it would have run."""
+
+    def untraced(self, tracer: str) -> None:
+        """A call went by without being looked at, because of a tracer or compiler."""
+
     def on_grad_output(self, call: Call, grads: tuple[Any, ...]) -> None:
         """Gradients of the leaves of the output."""
 

@@ -14,7 +14,7 @@ from hookline.hooks.tap import Entry
 from hookline.hooks.torch_private import base_of, graph_task_id, sequence_number, version, version_probe
 from hookline.hooks.user_hooks import ShownGradients, call_hook, replaced_gradients
 
-__all__ = ["register_tensor_hook"]
+__all__ = ["register_tensor_hook", "run_tensor_hook"]
 
 
 def register_tensor_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Handle:
@@ -47,11 +47,12 @@ def register_tensor_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]
     entry = Entry(hook, site=f"tensor of shape {tuple(tensor.shape)}")
     base = base_of(tensor)
     if base is None or base.grad_fn is None:
-        return Handle(tensor.register_hook(lambda grad: _run(entry, grad)).remove)  # type: ignore[no-untyped-call]
+        return Handle(tensor.register_hook(lambda grad: run_tensor_hook(entry, grad)).remove)  # type: ignore[no-untyped-call]
     return Handle(_ViewHook(entry, tensor, base).remove)
 
 
-def _run(entry: Entry, grad: Tensor) -> Tensor | None:
+def run_tensor_hook(entry: Entry, grad: Tensor) -> Tensor | None:
+    """The gradient that the hook gives in the place of this one; None where it leaves it."""
     shown = ShownGradients([grad], None, "tensor")
     result = call_hook(entry, "tensor hook", shown.shown[0])
     shown.check(entry, "tensor hook", "grad")
@@ -77,7 +78,10 @@ class _ViewHook:
         self.probe = version_probe(view)
         self.version = version(self.probe)
         self.shape, self.stride = view.shape, view.stride()
-        self.offset = view.storage_offset() - base.storage_offset()
+        # A real view of a complex base counts in reals.
+        self.is_part_of_complex = base.is_complex() and not view.is_complex()
+        self.offset = view.storage_offset() - base.storage_offset() * (2 if self.is_part_of_complex else 1)
+        self.is_conj, self.is_neg = view.is_conj(), view.is_neg()
         self.base_shape, self.base_stride = base.shape, base.stride()
         self.called_in = -1
         at_view = view.register_hook(self.at_view)  # type: ignore[no-untyped-call]
@@ -89,7 +93,7 @@ class _ViewHook:
 
     def at_view(self, grad: Tensor) -> Tensor | None:
         self.called_in = graph_task_id()
-        return _run(self.entry, grad)
+        return run_tensor_hook(self.entry, grad)
 
     def at_base(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         total = grads[self.output_nr]
@@ -97,12 +101,19 @@ class _ViewHook:
             return None
         whole = torch.empty_strided(self.base_shape, self.base_stride, dtype=total.dtype, device=total.device)
         whole.copy_(total)
-        part = whole.as_strided(self.shape, self.stride, self.offset)
-        new = _run(self.entry, part)
+        units = torch.view_as_real(whole) if self.is_part_of_complex else whole
+        part = units.as_strided(self.shape, self.stride, self.offset)
+        new = run_tensor_hook(self.entry, self.as_seen(part))
         if new is None:
             return None
-        part.copy_(new)
+        part.copy_(self.as_seen(new))
         return (*grads[: self.output_nr], whole, *grads[self.output_nr + 1 :])
+
+    def as_seen(self, grad: Tensor) -> Tensor:
+        """From the gradient of the memory to that of the view, and back: a view may be a conjugate or a negative."""
+        if self.is_conj:
+            grad = grad.conj().resolve_conj()
+        return grad.neg() if self.is_neg else grad
 
     def _cut_off(self) -> bool:
         view = self.view()

@@ -6,11 +6,13 @@ changes one of them. Nothing else in Hookline touches ``torch._C`` or an undersc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.fx
 import torch.utils.checkpoint
 from torch import Tensor
 
@@ -18,6 +20,7 @@ _C: Any = torch._C
 _unsafe_preserve_version_counter: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009
 _AUTOGRAD: Any = _C._autograd
 _FUNCTORCH: Any = _C._functorch
+_FX: Any = getattr(torch.fx, "_symbolic_trace", None)
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 _DEFAULT_META = _AUTOGRAD.CreationMeta.DEFAULT
 
@@ -81,6 +84,19 @@ def full_batch(tensor: Tensor) -> Tensor:
             tensor = _FUNCTORCH.get_unwrapped(tensor)
         else:
             return tensor
+
+
+def older_full_batch(tensor: Tensor) -> Tensor:
+    """The same for the vmap under ``autograd.grad(is_grads_batched=True)``, which has wrappers of its own.
+
+    Needs ``torch._remove_batch_dim`` and ``torch._C._vmapmode_increment_nesting`` (1.6), which tells the level.
+    """
+    level = _C._vmapmode_increment_nesting() - 1
+    _C._vmapmode_decrement_nesting()
+    while level > 0 and _FUNCTORCH.is_legacy_batchedtensor(tensor):
+        tensor = torch._remove_batch_dim(tensor, level, 0, 0)
+        level -= 1
+    return tensor
 
 
 def refuses_in_place(tensor: Tensor) -> bool:
@@ -183,3 +199,68 @@ def is_early_stop(error: BaseException) -> bool:
 def is_scripted(module: torch.nn.Module) -> bool:
     """Whether TorchScript runs the module, outside Python. Needs ``torch.jit.ScriptModule`` (1.0)."""
     return isinstance(module, torch.jit.ScriptModule)
+
+
+def script_like(wrapper: Callable[..., Any], function: Callable[..., Any]) -> None:
+    """Let ``torch.jit.script`` take a wrapper for the built-in function that it wraps.
+
+    Needs ``torch.jit._builtins`` (1.0). Without it, code that uses the function cannot be scripted while it is wrapped.
+    """
+    builtins: Any = getattr(torch.jit, "_builtins", None)
+    if builtins is not None and (name := builtins._find_builtin(function)) is not None:
+        builtins._register_builtin(wrapper, name)
+
+
+def is_symbolic_trace() -> bool:
+    """Whether a tracer of ``torch.fx`` is running; also for ``make_fx``, which traces real values.
+
+    Needs ``torch.fx._symbolic_trace`` (1.8). False where it is missing: the trace then drops hooks in silence.
+    """
+    return bool(getattr(_FX, "_is_fx_tracing_flag", False))
+
+
+def has_hook(tensor: Tensor, handle: Any) -> bool:
+    """Whether the hook of a handle is on this very tensor. Needs ``Tensor._backward_hooks`` (0.4).
+
+    A weak reference to the tensor would tell it too, but ``torch.utils.swap_tensors`` refuses tensors that have one.
+    """
+    return handle.id in (tensor._backward_hooks or ())
+
+
+def inner_id(tensor: Tensor) -> int:
+    """A number of what ``swap_tensors`` exchanges inside the Python object. Needs ``Tensor._cdata`` (0.4)."""
+    number: int = tensor._cdata
+    return number
+
+
+def hook_again(tensor: Tensor) -> None:
+    """After ``swap_tensors`` the hooks of a Python object are in its table, and none of them is called: mend that.
+
+    Needs ``Tensor._backward_hooks`` to be settable (0.4).
+    """
+    tensor._backward_hooks = tensor._backward_hooks
+
+
+def is_tracing_a_graph() -> bool:
+    """Whether ``torch.compile`` or ``torch.export`` is at work in this thread, also between its looks at the code.
+
+    Needs ``torch._guards.TracingContext`` (2.0). False where it is missing.
+    """
+    context = getattr(sys.modules.get("torch._guards"), "TracingContext", None)
+    return context is not None and context.try_get() is not None
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` runs the module: what it returned, or a module on which ``compile()`` was called.
+
+    Needs ``Module._compiled_call_impl`` (2.2); without it the second kind is not told.
+    """
+    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+
+
+def forward_mode() -> bool:
+    """Whether a level of forward-mode differentiation is open.
+
+    Needs ``torch.autograd.forward_ad._current_level`` (1.11). True where it is missing: it only saves time.
+    """
+    return int(getattr(torch.autograd.forward_ad, "_current_level", 0)) >= 0

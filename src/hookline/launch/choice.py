@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from hookline.errors import ArgumentError, SiteError
-from hookline.hooks import check_module
+from hookline.errors import SiteError
+from hookline.hooks import unreachable
 from hookline.report.text import plural
 from hookline.sites import Site, canonical_paths, label, match_paths, resolve
 
@@ -44,12 +44,12 @@ class Choice:
         return self._in_sight(root, sites, prefix)
 
     def _in_sight(self, root: nn.Module, sites: list[Site], prefix: str) -> list[Site]:
-        """Without the modules that TorchScript runs, which no hook can see."""
+        """Nothing where no call can be seen at all; a part that cannot be seen is told by the coverage."""
         modules = dict(root.named_modules())
-        seen = [site for site in sites if _can_be_hooked(modules[site.path])]
-        hidden = (prefix + site.path for site in sites if site not in seen)
-        self._out_of_sight.update(dict.fromkeys(hidden))
-        return seen
+        if not unreachable(root) and not all(unreachable(modules[site.path]) for site in sites):
+            return sites
+        self._out_of_sight.update(dict.fromkeys(prefix + site.path for site in sites))
+        return []
 
     def complaints(self) -> list[str]:
         """What is wrong with each pattern that has matched in no root, with the nearest names, and what was hidden."""
@@ -57,7 +57,7 @@ class Choice:
         if self._out_of_sight:
             first = label(next(iter(self._out_of_sight)))
             count = plural(len(self._out_of_sight), "chosen module")
-            texts.append(f"{count} cannot be recorded, since TorchScript runs outside Python: {first}, for instance.")
+            texts.append(f"{count} cannot be recorded, since Python does not call them: {first}, for instance.")
         return texts
 
     def _complaint(self, pattern: str) -> str:
@@ -83,11 +83,3 @@ def _resolve(root: nn.Module, patterns: list[str], ports: Iterable[str]) -> list
         return resolve(root, patterns, ports)
     except SiteError:
         return []
-
-
-def _can_be_hooked(module: nn.Module) -> bool:
-    try:
-        check_module(module)
-    except ArgumentError:
-        return False
-    return True

@@ -28,6 +28,7 @@ class Options:
         overwrite: Take the place of a recording that is there.
         budget: Most bytes that wait in memory for the end of a step, or a text such as ``"2GB"``.
         quiet: Say nothing but warnings.
+        dry: Record nothing; stop the script when a model is called a second time, and print what the step would record.
 
     Raises:
         OptionError, SiteError: A value that cannot be used, or a pattern that cannot be read.
@@ -41,6 +42,7 @@ class Options:
     overwrite: bool = False
     budget: int | str = "2GB"
     quiet: bool = False
+    dry: bool = False
 
     def __post_init__(self) -> None:
         check_ports(self.ports)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from hookline.hooks import original_class
 from hookline.record import Recorder
+from hookline.record.coverage import Fate
 from hookline.record.policy import Policy
 from hookline.record.segment import Mark
 from hookline.record.steps import Step, Steps
@@ -21,7 +21,12 @@ from hookline.values import Structure, keep
 if TYPE_CHECKING:
     from hookline.launch.session import Session
 
-__all__ = ["Root"]
+__all__ = ["Root", "StepPlanned"]
+
+
+class StepPlanned(SystemExit):
+    """Ends the script, whose first step has told what there is to know."""
+
 
 _NO_STEP = -1
 """The step of calls that are made while another root runs, or none; no option wants it."""
@@ -69,6 +74,8 @@ class Root:
         if self._is_over(self._step + 1):
             return
         recorder = _RootRecorder(module, self, self._step)
+        if self._recorder is not None:
+            recorder.evidence = self._recorder.evidence
         self.modules = {self.prefix + path: self._prefixed(info) for path, info in recorder.recording.modules.items()}
         self.info = recorder.recording.info
         recorder.__enter__()
@@ -79,7 +86,13 @@ class Root:
         return dataclasses.replace(info, aliases=tuple(self.prefix + alias for alias in info.aliases))
 
     def before_call(self) -> None:
-        """A call begins: take everything off the module when the gradients of the last step have come."""
+        """A call begins: take everything off the module when the gradients of the last step have come.
+
+        Raises:
+            StepPlanned: The step that was to be planned is over.
+        """
+        if self.session.options.dry and self._kind is None and self._step >= 0:
+            raise StepPlanned
         if self._gradients_arrived and self._is_over(self._step + 1):
             self.close()
 
@@ -103,6 +116,13 @@ class Root:
         """Take everything off the module."""
         if self._recorder is not None:
             self._recorder.close()
+
+    def fates(self) -> list[Fate]:
+        """What became of each site, with the prefix."""
+        if self._recorder is None:
+            return []
+        found = ((Site.parse(fate.site), fate) for fate in self._recorder.coverage().values())
+        return [fate._replace(site=str(Site(self.prefix + site.path, site.port))) for site, fate in found]
 
     def saw(self, port: str, step: int) -> None:
         """A value of a step has come."""
@@ -150,16 +170,18 @@ class _RootRecorder(Recorder):
         self.on_step = lambda step: root.session.sink.flush()
         self._root = root
 
-    def put(self, site: Site, mark: Mark, backward: int, structure: Structure, leaves: Iterable[Any]) -> None:
+    def put(self, site: Site, mark: Mark, backward: int, structure: Structure, leaves: list[Any]) -> bool:
         """Give one value of one call to the sink, if it has room; whatever goes wrong ends the recording."""
         if not self.wanted(mark[0]):
-            return
-        root, sink = self._root, self._root.session.sink
-        leaves, site = list(leaves), Site(root.prefix + site.path, site.port)
+            return False
+        root, sink, taken = self._root, self._root.session.sink, False
+        site = Site(root.prefix + site.path, site.port)
         try:
             if sink.has_room(site, sum(self.policy.nbytes(leaf) for leaf in leaves if isinstance(leaf, Tensor))):
                 kept = [self.policy.capture(leaf, site) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
                 sink.put(site, mark, backward, keep(structure, kept))
+                taken = True
         except Exception as error:
             sink.stop(f"{site} cannot be kept: {error}")
         root.saw(site.port, mark[0])
+        return taken

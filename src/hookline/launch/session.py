@@ -18,11 +18,17 @@ from hookline.launch.options import Options
 from hookline.launch.root import Root
 from hookline.launch.sigterm import Sigterm
 from hookline.launch.sink import Sink
+from hookline.launch.tally import Tally
+from hookline.record import Coverage, Plan
+from hookline.report.fates import render
 from hookline.report.text import plural
 from hookline.sites import Site
 from hookline.store import check_free
 
 __all__ = ["Session"]
+
+MOST_REASONS = 10
+"""Lines of the coverage that are printed; `hookline show --coverage` has all."""
 
 MOST_ROOTS = 100
 """Roots that are recorded, since a script may make ever new ones."""
@@ -47,10 +53,14 @@ class Session:
         self.options = options
         self._name = name
         self._shown = options.place(os.environ)
-        self._folder = _checked(self._shown, options.overwrite)
+        self._folder = self._shown.absolute() if options.dry else _checked(self._shown, options.overwrite)
         self._messages = Messages(quiet=options.quiet)
         self._sigterm = Sigterm(self._conclude)
-        self.sink = Sink(self._folder, options.byte_budget, options.overwrite, self._messages, self._sigterm)
+        self.sink: Sink | Tally = (
+            Tally(self._messages)
+            if options.dry
+            else Sink(self._folder, options.byte_budget, options.overwrite, self._messages, self._sigterm)
+        )
         self.calls = RootCalls(self._before_call, self._after_call)
         self._choice = Choice(options.sites, options.ports)
         self._roots: list[Root] = []
@@ -165,8 +175,12 @@ class Session:
             "script": self._name,
             "sites": [str(Site(root.prefix + site.path, site.port)) for root in roots for site in root.sites],
             "roots": {root.prefix: root.info["model"] for root in roots},
+            "coverage": self._coverage().to_json(),
         }
         self.sink.describe(info, {path: module for root in roots for path, module in root.modules.items()})
+
+    def _coverage(self) -> Coverage:
+        return Coverage(fate for root in self._roots for fate in root.fates())
 
     # ------------------------------------------------------------ the end
 
@@ -175,6 +189,9 @@ class Session:
         with self._sigterm.not_now():
             if not self._concluded:
                 self._concluded = True
+                self.sink.flush()
+                if self._roots and self.sink.is_open:
+                    self._describe()
                 self.sink.close()
                 self._tell()
 
@@ -186,14 +203,20 @@ class Session:
                 f"{plural(MOST_ROOTS, 'module')} that the script calls by themselves are recorded; "
                 f"{self._left_out} more are not. Choose with --sites."
             )
+        if isinstance(self.sink, Tally) and self.sink.exists:
+            print(Plan(self._coverage(), self.sink.nbytes), flush=True)
+            return
+        if self.sink.exists:
+            for line in render(self._coverage().values(), most=MOST_REASONS).splitlines():
+                self._messages.say(line)
         self._messages.say(self._result())
 
     def _result(self) -> str:
-        if self.sink.exists:
+        if isinstance(self.sink, Sink) and self.sink.exists:
             counts = f"{plural(self.sink.events, 'event')} of {plural(len(self.sink.steps), 'step')}"
             return f"{counts} -> {self._shown} ({amount(_size(self._folder))})"
         what = "no module that was called has a chosen site" if self._any_called else "no module was called"
-        return f"{what}, so there is no recording."
+        return f"{what}, so there is {'nothing to plan' if self.options.dry else 'no recording'}."
 
 
 def _checked(place: Path, overwrite: bool) -> Path:

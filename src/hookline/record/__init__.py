@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from hookline.record.call import CallRecord, ModuleRecord
+from hookline.record.coverage import Coverage, Fate
 from hookline.record.edit import Edits, edit
 from hookline.record.event import Event
+from hookline.record.plan import Plan, plan
 from hookline.record.recorder import Recorder, record
 from hookline.record.recording import Recording, load
 
-__all__ = ["CallRecord", "Edits", "Event", "ModuleRecord", "Recorder", "Recording", "edit", "load", "record"]
+__all__ = [
+    "CallRecord",
+    "Coverage",
+    "Edits",
+    "Event",
+    "Fate",
+    "ModuleRecord",
+    "Plan",
+    "Recorder",
+    "Recording",
+    "edit",
+    "load",
+    "plan",
+    "record",
+]

@@ -26,6 +26,11 @@ class Budget:
         self._used = 0
         self._lock = threading.Lock()
 
+    def has_room(self, size: int) -> bool:
+        """Whether a value of so many bytes fits in besides those that are kept."""
+        with self._lock:
+            return self._used + size <= self.limit
+
     def spend(self, site: Site, size: int) -> None:
         """Reserve the bytes of one value.
 

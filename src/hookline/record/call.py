@@ -94,12 +94,14 @@ class ModuleRecord(_Ports):
         self._asked = asked
         self._events: dict[int, Any] = {}
         self._changes = 0
+        self._exchanged = False
         self._grouped: tuple[int, tuple[CallRecord, ...]] = (0, ())
 
     @property
     def events(self) -> list[Any]:
         """What was kept, in order."""
-        return list(self._events.values())
+        events = list(self._events.values())
+        return sorted(events, key=lambda event: event.order) if self._exchanged else events
 
     @property
     def calls(self) -> tuple[CallRecord, ...]:
@@ -138,6 +140,13 @@ class ModuleRecord(_Ports):
     def add(self, event: Any) -> None:
         """Add an event; recordings do this."""
         self._events[id(event)] = event
+        self._changes += 1
+
+    def exchange(self, event: Any, other: Any) -> None:
+        """Put an event in the place of another; recordings do this."""
+        self._events[id(other)] = other
+        del self._events[id(event)]
+        self._exchanged = True
         self._changes += 1
 
     def discard(self, event: Any) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hookline.errors import ArgumentError, HookError, OptionError
-from hookline.hooks import Entry, Handle, attach
-from hookline.record.places import modules_at
+from hookline.hooks import Entry, Handle, attach, unreachable
+from hookline.record.places import modules_at, refuse_unreachable
 from hookline.sites import Pattern, Site, resolve
 from hookline.values import Arguments, Gradients
 
@@ -49,8 +50,10 @@ def edit(model: nn.Module, changes: Mapping[Any, Change]) -> Edits:
                 f"the change at {pattern!r} is a function of the value, got {type(change).__name__}; "
                 "for a constant pass `lambda value: constant`."
             )
-        planned += [(site, change) for site in resolve(model, _as_pattern(pattern), ("output",))]
-    modules_at(model, [site for site, _ in planned])
+        found = resolve(model, _as_pattern(pattern), ("output",))
+        refuse_unreachable(model, _as_pattern(pattern))
+        modules = modules_at(model, found)
+        planned += [(site, change) for site in found if not unreachable(modules[site.path])]
     return Edits(model, planned)
 
 
@@ -102,7 +105,7 @@ class Edits:
     def _counting(self, site: Site, change: Change) -> Change:
         def changed(value: Any) -> Any:
             new = change(value)
-            if new is not None:
+            if new is not None and not torch.compiler.is_compiling():
                 self.counts[str(site)] += 1
             return new
 

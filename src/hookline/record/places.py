@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from hookline.errors import ArgumentError, SiteError
-from hookline.hooks import check_module
-from hookline.sites import Site, label
+from hookline.errors import SiteError
+from hookline.hooks import unreachable
+from hookline.hooks.torch_private import is_scripted
+from hookline.sites import Pattern, Site, label, named_exactly, resolve_paths
 
-__all__ = ["modules_at"]
+__all__ = ["modules_at", "refuse_unreachable"]
 
 
 def modules_at(model: nn.Module, sites: Iterable[Site]) -> dict[str, nn.Module]:
@@ -18,17 +19,29 @@ def modules_at(model: nn.Module, sites: Iterable[Site]) -> dict[str, nn.Module]:
 
     Raises:
         SiteError: One of them is not in the model any more.
-        ArgumentError: One of them cannot be hooked.
     """
     modules = dict(model.named_modules())
     paths = dict.fromkeys(site.path for site in sites)
     gone = next((path for path in paths if path not in modules), None)
     if gone is not None:
         raise SiteError(f'"{gone}" was taken out of the model since its sites were chosen; choose them again.')
-    found = {path: modules[path] for path in paths}
-    for path, module in found.items():
-        try:
-            check_module(module)
-        except ArgumentError as error:
-            raise ArgumentError(f'{label(path)}: {error} Or leave it out: "!{path}".') from None
-    return found
+    return {path: modules[path] for path in paths}
+
+
+def refuse_unreachable(model: nn.Module, pattern: Pattern) -> None:
+    """Refuse a pattern that gives the very name of a module whose calls cannot be seen, or finds none but such.
+
+    Raises:
+        SiteError: It does.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    paths = resolve_paths(model, pattern)
+    wanted = paths if all(unreachable(modules[path]) for path in paths) else named_exactly(model, pattern)
+    path = next((path for path in wanted if unreachable(modules[path])), None)
+    if path is None:
+        return
+    children = [name for name, _ in modules[path].named_children()]
+    advice = f'Name what it holds: "{path + "." * bool(path)}*".' if children else f'Leave it out: "!{label(path)}".'
+    if is_scripted(modules[path]):
+        advice = f'Record the Python model before torch.jit.script or trace, or leave it out: "!{label(path)}".'
+    raise SiteError(f'nothing can be seen at "{label(path)}": {unreachable(modules[path])}. {advice}')

@@ -37,6 +37,9 @@ class Policy:
         Raises:
             ArgumentError: ``reduce`` returned neither a tensor nor a number.
         """
+        if tensor.is_inference() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # what is computed in that mode is of no use where gradients are
+                return self.capture(snapshot(tensor), site)
         kept = self._as_it_stands(_unwrapped(tensor))
         if self.reduce is not None:
             kept = self._reduced(_unwrapped(kept), self.reduce, site)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -13,16 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import OptionError
-from hookline.hooks import Handle, add_note, attach, original_class
+from hookline.hooks import Handle, add_note, attach, original_class, unreachable
 from hookline.record.budget import Budget
+from hookline.record.coverage import Coverage
 from hookline.record.event import Event
+from hookline.record.evidence import Evidence, coverage_of
 from hookline.record.observer import ModuleObserver
-from hookline.record.places import modules_at
+from hookline.record.places import modules_at, refuse_unreachable
 from hookline.record.policy import Policy, policy
 from hookline.record.recording import Recording, module_info
 from hookline.record.segment import Mark
+from hookline.record.spill import Spill, spill_to
 from hookline.record.steps import StepObserver, Steps
-from hookline.sites import PORTS, Pattern, Site, canonical_paths, resolve
+from hookline.sites import PORTS, Pattern, Site, canonical_paths, label, resolve
 from hookline.store import ModuleInfo
 from hookline.values import Structure, keep
 
@@ -40,6 +45,8 @@ def record(  # noqa: PLR0913 - one option for each thing that can be chosen, all
     reduce: Callable[[Tensor], Any] | None = None,
     detach: bool = True,
     budget: int | str | None = None,
+    to: str | os.PathLike[str] | None = None,
+    strict: bool = False,
 ) -> Recorder:
     """Record values at places of a model while a with-block runs.
 
@@ -56,7 +63,10 @@ def record(  # noqa: PLR0913 - one option for each thing that can be chosen, all
         reduce: Keep ``reduce(tensor)``, a tensor or a number, in the place of each tensor, such as
             ``lambda t: t.mean((2, 3))``.
         detach: Keep values without their graph. With False a value can be used in a loss, and costs a copy.
-        budget: Most bytes to keep, such as ``"2GB"``. One value more raises ``BudgetError`` before it is kept.
+        budget: Most bytes to keep in memory, such as ``"2GB"``. When one value more would pass it, what is kept goes to
+            the folder ``to``, or ``BudgetError`` is raised before the value is kept.
+        to: Folder that holds the recording when the with-block has ended, such as ``"run.hookline"``.
+        strict: Raise ``CoverageError`` at the end of the with-block when a site was not captured.
 
     Returns:
         A recorder; ``with record(...) as rec`` gives the ``Recording``. Values are copy-on-write snapshots: they cost
@@ -64,12 +74,16 @@ def record(  # noqa: PLR0913 - one option for each thing that can be chosen, all
         otherwise be kept as a whole.
 
     Raises:
-        SiteError: A pattern names nothing in the model.
-        OptionError, ArgumentError: An argument cannot be used.
+        SiteError: A pattern names nothing in the model, or just a module whose calls cannot be seen.
+        OptionError, ArgumentError: An argument cannot be used, or there is a recording at ``to``.
         BudgetError: Inside the with-block, when the budget is full.
+        FormatError: The folder ``to`` cannot be written. What is in memory stays.
+        CoverageError: At the end of the with-block, with ``strict=True``.
     """
     chosen = policy(keep=keep, device=device, dtype=dtype, reduce=reduce, detach=detach, budget=budget)
-    return Recorder(model, resolve(model, sites, ports), chosen)
+    found = resolve(model, sites, ports)
+    refuse_unreachable(model, sites)
+    return Recorder(model, found, chosen, spill=None if to is None else spill_to(to, chosen), strict=strict)
 
 
 class Recorder:
@@ -82,7 +96,15 @@ class Recorder:
         on_step: Called with the number of a step when the next one begins, and at the end.
     """
 
-    def __init__(self, model: nn.Module, sites: list[Site], policy: Policy) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: list[Site],
+        policy: Policy,
+        *,
+        spill: Spill | None = None,
+        strict: bool = False,
+    ) -> None:
         modules = modules_at(model, sites)
         self.model: nn.Module | None = model
         self.sites = sites
@@ -91,6 +113,11 @@ class Recorder:
         self.wanted: Callable[[int], bool] = lambda step: True
         self.on_step: Callable[[int], None] = lambda step: None
         self.recording = Recording(modules=_described(model, modules), info=_info(model, sites))
+        self.evidence = {path: Evidence(module) for path, module in modules.items()}
+        self._modules = {path: weakref.ref(module) for path, module in modules.items()}
+        self._at = weakref.ref(model)
+        self._spill = spill
+        self._strict = strict
         self._budget = None if policy.budget is None else Budget(policy.budget, last_only=policy.keep == "last")
         self._handles: list[Handle] = []
         self._observers: list[StepObserver | ModuleObserver] = []
@@ -110,18 +137,29 @@ class Recorder:
         except BaseException:
             self.close()
             raise
+        self.recording.watched_by(self)
         return self.recording
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()
+        try:
+            self._write_all()
+        except Exception as second:
+            if error is None:
+                raise
+            add_note(error, f"The recording could not be written either: {second}")
+        if self._strict and error is None:
+            self.recording.coverage.check()
 
     def _install(self, model: nn.Module) -> None:
         by_path: dict[str, list[Site]] = {}
         for site in self.sites:
             by_path.setdefault(site.path, []).append(site)
-        self._attach(model, StepObserver(self._begin_step))
+        if not unreachable(model):
+            self._attach(model, StepObserver(self._begin_step))
         for path, module in modules_at(model, self.sites).items():
-            self._attach(module, ModuleObserver(self, path, by_path[path]))
+            if not unreachable(module):
+                self._attach(module, ModuleObserver(self, path, by_path[path], self.evidence[path]))
 
     def _attach(self, module: nn.Module, observer: StepObserver | ModuleObserver) -> None:
         self._observers.append(observer)
@@ -137,14 +175,24 @@ class Recorder:
         self._observers.clear()
         self.model = None
         if handles:
+            self.recording.watched_by(None, coverage=self.coverage().to_json())
             self.on_step(self.step)
+
+    def coverage(self) -> Coverage:
+        """The fate of every site so far."""
+        modules = {path: ref() for path, ref in self._modules.items()}
+        return coverage_of(self._at(), self.sites, modules, self.evidence, self.steps.latest + 1)
+
+    def name_of(self, module: nn.Module | None) -> str | None:
+        """How a module is called in messages; None for one that is not recorded."""
+        return next((label(path) for path, ref in self._modules.items() if ref() is module is not None), None)
 
     def _begin_step(self) -> None:
         before = self.steps.begin()
         if before >= 0:
             self.on_step(before)
 
-    def put(self, site: Site, mark: Mark, backward: int, structure: Structure, leaves: Iterable[Any]) -> None:
+    def put(self, site: Site, mark: Mark, backward: int, structure: Structure, leaves: list[Any]) -> bool:
         """Keep one value of one call; observers do this.
 
         Args:
@@ -154,34 +202,53 @@ class Recorder:
             structure: How the leaves are nested.
             leaves: Tensors and others, in order.
 
+        Returns:
+            Whether it was wanted.
+
         Raises:
-            BudgetError: It would pass the budget.
+            BudgetError: It would pass the budget, and there is no folder to spill to.
+            FormatError: The folder cannot be written.
         """
         if not self.wanted(mark[0]):
-            return
+            return False
         try:
-            kept = self._captured(site, list(leaves))
+            kept = self._captured(site, leaves)
         except Exception as error:
             add_note(error, f"Raised while {site} was kept, call {mark[1]} of step {mark[0]}.")
             raise
         step, call = mark
         value = keep(structure, kept)
-        self._add(site, Event(next(self._orders), step, site.path, site.port, call, backward, value))
+        event = Event(next(self._orders), step, site.path, site.port, call, backward, value)
+        self._add(site, event)
+        if self._spill is not None and self._budget is not None and event.nbytes > self._budget.limit:
+            self._spill.write(self.recording)
+            self._budget.clear()
+        return True
 
     def _captured(self, site: Site, leaves: list[Any]) -> list[Any]:
         if self._budget is None:
             return self._as_kept(site, leaves)
         if self.policy.reduce is not None:  # only the results tell how large they are
             kept = self._as_kept(site, leaves)
-            self._budget.spend(site, self._nbytes(kept))
+            self._make_room(self._budget, site, self._nbytes(kept))
             return kept
         size = self._nbytes(leaves)
-        self._budget.spend(site, size)
+        self._make_room(self._budget, site, size)
         try:
             return self._as_kept(site, leaves)
         except BaseException:
             self._budget.give_back(site, size)
             raise
+
+    def _make_room(self, budget: Budget, site: Site, size: int) -> None:
+        if self._spill is not None and not budget.has_room(size) and self._spill.write(self.recording):
+            budget.clear()
+            size = min(size, budget.limit)  # what is larger alone follows at once
+        budget.spend(site, size)
+
+    def _write_all(self) -> None:
+        if self._spill is not None:
+            self._spill.finish(self.recording)
 
     def _as_kept(self, site: Site, leaves: list[Any]) -> list[Any]:
         return [self.policy.capture(leaf, site) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

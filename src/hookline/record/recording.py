@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,8 @@ from hookline import store
 from hookline.errors import SiteError
 from hookline.hooks import original_class
 from hookline.record.call import ModuleRecord
-from hookline.report.rows import select_events
+from hookline.record.coverage import Coverage
+from hookline.report.rows import choose, select_events
 from hookline.sites import PORTS, ROOT_LABEL, Pattern, label, match_paths, nearest
 from hookline.store import ModuleInfo
 
@@ -40,6 +42,9 @@ class Recording:
         self._events: dict[int, Any] = {}  # by id, so that several threads can add without a common counter
         self._records: dict[str, ModuleRecord] = {}
         self._newest: dict[tuple[str, str], Any] = {}
+        self._exchanged = False
+        self._recorder: weakref.ref[Any] | None = None
+        self._part: list[str] | None = None
         for event in events:
             self.add(event)
 
@@ -48,7 +53,8 @@ class Recording:
     @property
     def events(self) -> list[Any]:
         """Every event, in order."""
-        return list(self._events.values())
+        events = list(self._events.values())
+        return sorted(events, key=_order) if self._exchanged else events
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.events)
@@ -117,7 +123,11 @@ class Recording:
         paths = match_paths(sites, self.modules)
         wanted = None if steps is None else {steps} if isinstance(steps, int) else set(steps)
         events = [event for event in select_events(self, sites) if wanted is None or event.step in wanted]
-        return Recording(modules={path: self.modules[path] for path in paths}, info=self.info, events=events)
+        part = Recording(modules={path: self.modules[path] for path in paths}, info=self.info, events=events)
+        part._recorder = self._recorder
+        chosen = choose(sites, list(self.modules))
+        part._part = [text for text in self.coverage if _place(text) in chosen]
+        return part
 
     def to_dict(self) -> dict[str, dict[str, list[Any]]]:
         """``{path: {port: [value of each call]}}``, with the tensors themselves."""
@@ -136,6 +146,13 @@ class Recording:
         from hookline.report.table import render  # rich takes longer to import than most recordings take to make
 
         return render(self)
+
+    @property
+    def coverage(self) -> Coverage:
+        """What became of every site that was asked for; see ``Coverage``. While it is recorded, what holds so far."""
+        recorder = None if self._recorder is None else self._recorder()
+        found = Coverage.from_json(self.info.get("coverage")) if recorder is None else recorder.coverage()
+        return found if self._part is None else found.select(self._part)
 
     # ------------------------------------------------------------ writing
 
@@ -157,6 +174,21 @@ class Recording:
         self._events[id(event)] = event
         self._record(event.path).add(event)
         self._newest[event.path, event.port] = event
+
+    def watched_by(self, recorder: Any, **info: Any) -> None:
+        """A recorder begins to fill the recording, or None does; recorders do this."""
+        self._recorder = None if recorder is None else weakref.ref(recorder)
+        self.info |= info
+
+    def exchange(self, old: Iterable[Any], new: Iterable[Any]) -> None:
+        """Put events in the place of others, such as events on disk; recorders do this."""
+        self._exchanged = True
+        for event, other in zip(old, new, strict=True):
+            self._events[id(other)] = other
+            self._records[other.path].exchange(event, other)
+            del self._events[id(event)]  # the id may come again once the event is gone
+            if self._newest.get((other.path, other.port)) is event:
+                self._newest[other.path, other.port] = other
 
     def drop(self, path: str, port: str) -> Any:
         """Remove and return the newest event of a site, None where there is none."""
@@ -194,11 +226,21 @@ def module_info(module: nn.Module, aliases: tuple[str, ...] = ()) -> ModuleInfo:
     return ModuleInfo(original_class(module).__name__, count, aliases)
 
 
+def _order(event: Any) -> int:
+    return int(event.order)
+
+
 def _asked(sites: Any) -> dict[str, set[str]]:
     """The ports that were asked for, by path, from the texts in ``info``; a file may hold anything there."""
     found: dict[str, set[str]] = {}
     for text in sites if isinstance(sites, list) else ():
         if isinstance(text, str):
-            path, _, port = text.rpartition(":")
-            found.setdefault("" if path == ROOT_LABEL else path, set()).add(port)
+            path, port = _place(text)
+            found.setdefault(path, set()).add(port)
     return found
+
+
+def _place(text: str) -> tuple[str, str]:
+    """Path and port of a site as it is written; unlike ``Site.parse`` it takes anything."""
+    path, _, port = text.rpartition(":")
+    return "" if path == ROOT_LABEL else path, port

@@ -13,7 +13,7 @@ from hookline.report.text import dtype_text, first_values, shape_text, values_te
 from hookline.sites import PORTS, Pattern, label, match_paths
 from hookline.stats.summary import Summary, merge
 
-__all__ = ["Row", "Sighting", "collect", "select_events"]
+__all__ = ["Row", "Sighting", "choose", "collect", "select_events"]
 
 Key = tuple[str, str]
 """Path and port."""
@@ -98,12 +98,16 @@ def select_events(recording: Any, site: Pattern | None) -> list[Any]:
     if site is None:
         return list(recording.events)
     paths = list(dict.fromkeys([*recording.modules, *(event.path for event in recording.events)]))
-    chosen = _choose(site, paths)
+    chosen = choose(site, paths)
     return [event for event in recording.events if (event.path, event.port) in chosen]
 
 
-def _choose(pattern: Pattern, paths: list[str]) -> set[Key]:
-    """The sites that a pattern names. ``match_paths`` tells paths only, so the elements are asked one by one."""
+def choose(pattern: Pattern, paths: list[str]) -> set[Key]:
+    """The sites that a pattern names. ``match_paths`` tells paths only, so the elements are asked one by one.
+
+    Raises:
+        SiteError: It names none of the paths.
+    """
     match_paths(pattern, paths)  # the errors for the pattern as a whole
     included: set[Key] = set()
     excluded: set[Key] = set()

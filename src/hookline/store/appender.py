@@ -14,8 +14,9 @@ from torch import Tensor
 from hookline.errors import ArgumentError
 from hookline.stats.summary import Summary
 from hookline.store.folders import sync_folder
-from hookline.store.format import MANIFEST, MAX_LINE, PORTS, EventLine, TensorLine, dump_event, shard_name
-from hookline.store.shard import write_shard
+from hookline.store.format import MANIFEST, MAX_LINE, PORTS, EventLine, Line, TensorLine, dump_event, shard_name
+from hookline.store.reader import StoredEvent
+from hookline.store.shard import Shard, write_shard
 from hookline.store.strict_json import LARGEST
 from hookline.store.structure import encode
 from hookline.store.tensors import Stored, stored, write_all
@@ -105,33 +106,43 @@ class Appender:
         self._folder = folder
         self._manifest = open(folder / MANIFEST, "r+b", buffering=0)  # noqa: SIM115 (closed by close)
         self._one_at_a_time = threading.Lock()  # autograd runs backward hooks in threads of its own
-        self._shards = 0
+        self._shards = self._lines = 0
         self._complete = (0, 0)  # length of the manifest and number of shards; one name, so that both change at once
 
-    def append(self, events: Iterable[EventLike]) -> None:
+    def append(self, events: Iterable[EventLike]) -> list[StoredEvent]:
         """Write events; when it returns, they survive a crash of the process and of the machine.
+
+        Returns:
+            The events as they stand on disk, in the same order.
 
         Raises:
             ArgumentError: An event holds something that cannot be stored.
             OSError: The disk refused.
         """
         lines = bytearray()
+        written: list[tuple[EventLine, Shard | None]] = []
         with self._one_at_a_time:
             try:
                 for batch in _batches(events):
-                    lines += b"".join(self._write_batch(batch))
+                    for text, line, shard in self._write_batch(batch):
+                        lines += text
+                        written.append((line, shard))
                 if self._shards > self._complete[1]:
                     sync_folder(self._folder)
                 self._write_lines(lines)
             except BaseException:
                 self._take_back()
                 raise
+            first = self._lines + 1
+            self._lines += len(written)
+        places = (Line(self._folder / MANIFEST, number) for number in range(first, first + len(written)))
+        return [StoredEvent(line, shard, place) for (line, shard), place in zip(written, places, strict=True)]
 
     def close(self) -> None:
         """Close the manifest."""
         self._manifest.close()
 
-    def _write_batch(self, batch: list[_Planned]) -> Iterator[bytes]:
+    def _write_batch(self, batch: list[_Planned]) -> Iterator[tuple[bytes, EventLine, Shard | None]]:
         names: set[str] = set()
         named = [planned.named(names) for planned in batch]
         data = [(name, kept) for tensors in named for name, _, kept in tensors if kept.data is not None]
@@ -139,8 +150,10 @@ class Appender:
         if shard is not None:
             write_shard(self._folder / shard, data)
             self._shards += 1
+        opened = None if shard is None else Shard(self._folder / shard)
         for planned, tensors in zip(batch, named, strict=True):
-            yield _line(planned, shard, tensors)
+            text, line = _line(planned, shard, tensors)
+            yield text, line, opened if line.shard else None
 
     def _write_lines(self, lines: bytearray) -> None:
         length, _ = self._complete
@@ -213,16 +226,17 @@ def _unique(name: str, names: set[str]) -> str:
     return found
 
 
-def _line(planned: _Planned, shard: str | None, tensors: list[tuple[str, str, Stored]]) -> bytes:
+def _line(planned: _Planned, shard: str | None, tensors: list[tuple[str, str, Stored]]) -> tuple[bytes, EventLine]:
     event, summaries = planned.event, planned.event.summaries()
     entries = tuple(_entry(name, path, kept, summaries.get(path)) for name, path, kept in tensors)
     used = shard if any(entry.data for entry in entries) else None
     place = event.order, event.step, event.path, event.port, event.call, event.backward
-    line = dump_event(EventLine(*place, used, planned.structure, entries))
-    if len(line) > MAX_LINE:
-        found = f"{planned.prefix}: its {len(entries)} tensors need a manifest line of {len(line)} bytes"
+    line = EventLine(*place, used, planned.structure, entries)
+    text = dump_event(line)
+    if len(text) > MAX_LINE:
+        found = f"{planned.prefix}: its {len(entries)} tensors need a manifest line of {len(text)} bytes"
         raise ArgumentError(f"{found}, at most {MAX_LINE} are possible. Record inner modules instead.")
-    return line
+    return text, line
 
 
 def _entry(name: str, path: str, kept: Stored, summary: Summary | None) -> TensorLine:

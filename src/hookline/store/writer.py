@@ -14,6 +14,7 @@ from hookline.errors import FormatError, OptionError
 from hookline.store import folders
 from hookline.store.appender import Appender, EventLike
 from hookline.store.format import ModuleInfo, dump_head, writer_name
+from hookline.store.reader import StoredEvent
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _AT_ONCE = 20_000
@@ -60,8 +61,11 @@ class Writer:
             self._appender = Appender(self.folder / own)
         self._closed = False
 
-    def append(self, events: Iterable[EventLike]) -> None:
+    def append(self, events: Iterable[EventLike]) -> list[StoredEvent]:
         """Write some events and wait until the disk has them. After an error, it is as if it had not been called.
+
+        Returns:
+            The events as they stand on disk, in the same order.
 
         Raises:
             ArgumentError: An event holds something that cannot be stored.
@@ -71,7 +75,7 @@ class Writer:
         if self._closed:
             raise OptionError(f"{self.folder}: this writer is closed. Append before the with-block ends.")
         with _writing(self.folder):
-            self._appender.append(events)
+            return self._appender.append(events)
 
     def describe(self, *, info: Mapping[str, Any], modules: Mapping[str, ModuleInfo]) -> None:
         """Say anew what the recording is, when more modules turn up while it is written.

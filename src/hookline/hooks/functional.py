@@ -1,0 +1,201 @@
+"""See a module's parameter where a function of torch.nn.functional uses it without calling the module.
+
+``nn.MultiheadAttention`` computes with ``out_proj.weight`` and never calls ``out_proj``; tied embeddings and layers
+written by hand do the like. While anything is observed, the functions of ``torch.nn.functional`` that take weights are
+wrapped: one that gets the weight and the bias of an observed module, and is the one that this module uses, is a call of
+it.
+Any other use of an observed module's parameter is told to its observers.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hookline.hooks.call import run
+from hookline.hooks.running import running
+from hookline.hooks.tap import Tap
+from hookline.hooks.torch_private import is_tracing_a_graph, script_like
+
+__all__ = ["owns", "tap_begins", "tap_ends"]
+
+
+class _Kind(NamedTuple):
+    """A function that computes what a module class does, and where its parameters stand among the arguments."""
+
+    name: str
+    classes: tuple[type[nn.Module], ...]
+    weight: int = 1
+    bias: int | None = 2
+
+
+_KINDS = (
+    _Kind("linear", (nn.Linear,)),
+    _Kind("embedding", (nn.Embedding,), bias=None),
+    _Kind("conv1d", (nn.Conv1d,)),
+    _Kind("conv2d", (nn.Conv2d,)),
+    _Kind("conv3d", (nn.Conv3d,)),
+    _Kind("conv_transpose1d", (nn.ConvTranspose1d,)),
+    _Kind("conv_transpose2d", (nn.ConvTranspose2d,)),
+    _Kind("conv_transpose3d", (nn.ConvTranspose3d,)),
+    _Kind("layer_norm", (nn.LayerNorm,), weight=2, bias=3),
+    _Kind("group_norm", (nn.GroupNorm,), weight=2, bias=3),
+    _Kind("batch_norm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), weight=3, bias=4),
+    _Kind("prelu", (nn.PReLU,), bias=None),
+)
+
+_lock = threading.RLock()
+_owners: dict[int, list[weakref.ref[Tap]]] = {}
+"""By the id of a parameter, the taps of the modules that have it; an id may outlive its parameter."""
+_ids: dict[int, set[int]] = {}
+_wrapped: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+"""The functions and what stands in their place, made once: TorchScript knows functions by their id for good."""
+
+
+def tap_begins(tap: Tap, module: nn.Module) -> None:
+    """One more module is observed: look out for its parameters."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            owns(tap, parameter)
+
+
+def owns(tap: Tap, parameter: Any) -> None:
+    """A tapped module has this parameter, perhaps in the place of another."""
+    key = id(tap)
+    with _lock:
+        if key not in _ids:
+            _ids[key] = set()
+            weakref.finalize(tap, _tap_is_gone, key).atexit = False
+        if id(parameter) not in _ids[key]:
+            _ids[key].add(id(parameter))
+            _owners.setdefault(id(parameter), []).append(weakref.ref(tap))
+        if len(_ids) == 1:
+            _wrap()
+
+
+def _tap_is_gone(tap_id: int) -> None:
+    """The garbage collector may run in the middle of a compilation, which looks at the functions: not then."""
+    tap_ends(tap_id, keep=is_tracing_a_graph())
+
+
+def tap_ends(tap_id: int, *, keep: bool = False) -> None:
+    """One module less is observed; after the last one the functions are as they were, unless they are to be kept."""
+    with _lock:
+        for key in _ids.pop(tap_id, ()):
+            # Taps that die together take each other's entries along, since their references are dead already.
+            _owners[key] = [ref for ref in _owners.get(key, ()) if (tap := ref()) is not None and id(tap) != tap_id]
+            if not _owners[key]:
+                del _owners[key]
+        if not _ids and not keep:
+            _unwrap()
+
+
+def _wrap() -> None:
+    for kind in _KINDS:
+        now = getattr(functional, kind.name)
+        original, ours = _wrapped.get(kind.name, (None, None))
+        if now is not ours and now is not original:
+            ours = _watching(kind, now)
+            _wrapped[kind.name] = now, ours
+        setattr(functional, kind.name, ours)
+
+
+def _unwrap() -> None:
+    """Put the functions back; one that somebody else has wrapped meanwhile stays, and finds nothing to look for."""
+    for name, (original, ours) in _wrapped.items():
+        if getattr(functional, name) is ours:
+            setattr(functional, name, original)
+
+
+def _watching(kind: _Kind, function: Callable[..., Any]) -> Callable[..., Any]:
+    owners, at, compiling, attributed = _owners, kind.weight, torch.compiler.is_compiling, _attributed
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if compiling():
+            return function(*args, **kwargs)
+        weight = args[at] if len(args) > at else kwargs.get("weight")
+        taps = owners.get(id(weight))
+        return function(*args, **kwargs) if taps is None else attributed(kind, function, taps, weight, args, kwargs)
+
+    # torch.jit.script reads the text of the wrapped function and looks its names up in the globals of this one.
+    names = getattr(function, "__globals__", wrapper.__globals__)
+    made = types.FunctionType(wrapper.__code__, names, kind.name, None, wrapper.__closure__)
+    functools.update_wrapper(made, function)
+    script_like(made, function)
+    return made
+
+
+def _attributed(
+    kind: _Kind,
+    function: Callable[..., Any],
+    taps: list[weakref.ref[Tap]],
+    weight: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a function that uses the parameter of a tapped module: as a call of that module where it is one."""
+    found = _others_that_own(taps, weight)
+    if found and _is_own_use(sys._getframe(2), weight):
+        return function(*args, **kwargs)
+    for tap, module in found:
+        if isinstance(module, kind.classes) and _is_a_call_of(kind, module, weight, args, kwargs):
+            return _as_call(tap, module, function, args, kwargs)
+    user = running()[-1] if running() else None
+    for tap, _ in found:
+        for observer in tap.plan.observers:
+            if observer.alive:
+                observer.passed_by(kind.name, None if user is None else user.module())
+    return function(*args, **kwargs)
+
+
+def _others_that_own(taps: list[weakref.ref[Tap]], weight: Any) -> list[tuple[Tap, nn.Module]]:
+    """The tapped modules that have this parameter; none while one of them is running, since it is its own use."""
+    inside = running()
+    found = []
+    for ref in tuple(taps):
+        tap = ref()
+        module = None if tap is None else tap.module()
+        if tap is None or module is None or all(own is not weight for own in module._parameters.values()):
+            continue
+        if any(tap is other for other in inside):
+            return []
+        found.append((tap, module))
+    return found
+
+
+def _is_own_use(frame: FrameType, weight: Any) -> bool:
+    """Whether the function that called is a method of a module that has the parameter itself, observed or not."""
+    caller = frame.f_locals.get("self")
+    return isinstance(caller, nn.Module) and any(own is weight for own in caller._parameters.values())
+
+
+def _is_a_call_of(kind: _Kind, module: nn.Module, weight: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of the module would use the same parameters."""
+    if not (args or "input" in kwargs) or module._parameters.get("weight") is not weight:
+        return False
+    if kind.bias is None:
+        return True
+    bias = args[kind.bias] if len(args) > kind.bias else kwargs.get("bias")
+    return bias is module._parameters.get("bias")
+
+
+def _as_call(
+    tap: Tap, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The input is the argument of the call; everything else is as the function got it."""
+    rest = {name: value for name, value in kwargs.items() if name != "input"}
+
+    def forward(_: nn.Module, input: Any) -> Any:
+        return function(input, *args[1:], **rest)
+
+    return run(tap, forward, module, args[:1] or (kwargs["input"],), {})
