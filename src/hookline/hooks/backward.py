@@ -45,7 +45,7 @@ class _Backward:
 
     def __init__(self) -> None:
         self.passes: dict[Call, _Pass] = {}
-        self.parts: dict[Call, dict[int, list[Tensor]]] = {}
+        self.parts: dict[Call, list[tuple[int, Tensor]]] = {}
 
     def finish(self) -> None:
         """Run the hooks of the calls whose inputs this pass did not reach."""
@@ -112,18 +112,44 @@ def receive_input(call: Call, grads: tuple[Tensor | None, ...], width: int) -> l
     new = [full[i] for i in call.in_index]
     if width == 1:
         return [[grad] for grad in new]
-    parts = _take_parts(call)
-    return [_in_parts(old, grad, parts.get(i, ()), width) for i, (old, grad) in enumerate(zip(grads, new, strict=True))]
+    return _sent_on(call, grads, new, _take_parts(call), width)
 
 
 def note_part(call: Call, place: int, grad: Tensor) -> None:
     """An operation inside the call sends a gradient to one of its inputs."""
-    _current().parts.setdefault(call, {}).setdefault(place, []).append(grad)
+    _current().parts.setdefault(call, []).append((place, grad))
 
 
-def _take_parts(call: Call) -> dict[int, list[Tensor]]:
+def _take_parts(call: Call) -> list[tuple[int, Tensor]]:
     backward = _running.get(graph_task_id())
-    return {} if backward is None else backward.parts.pop(call, {})
+    return [] if backward is None else backward.parts.pop(call, [])
+
+
+def _sent_on(
+    call: Call, old: Grads, new: Grads, parts: list[tuple[int, Tensor]], width: int
+) -> list[list[Tensor | None]]:
+    """For each place what is sent on; one tensor at several places gets its parts in the order of their coming."""
+    at = [[part for place, part in parts if place == i] for i in range(len(old))] if parts else [[]] * len(old)
+    sent = [_in_parts(before, grad, own, width) for before, grad, own in zip(old, new, at, strict=True)]
+    for first in set(call.groups.values()):
+        places = [place for place, group in call.groups.items() if group == first]
+        ordered = [part for place, part in parts if call.groups[place] == first]
+        if 1 < len(ordered) <= width * len(places) and all(_are_those_of(at[i], sent[i]) for i in places):
+            for number, place in enumerate(places):
+                some: list[Tensor | None] = [*ordered[number * width : (number + 1) * width]]
+                sent[place] = some or [None]
+    return sent
+
+
+def _are_those_of(parts: Sequence[Tensor], sent: Sequence[Tensor | None]) -> bool:
+    """Whether the parts of a place are what is sent on from there, so that their order may change."""
+    if not parts:
+        return sent == [None]
+    if len(parts) == len(sent):
+        return all(
+            part is one or (one is not None and torch.equal(part, one)) for part, one in zip(parts, sent, strict=True)
+        )
+    return False
 
 
 def _in_parts(old: Tensor | None, new: Tensor | None, parts: Sequence[Tensor], width: int) -> list[Tensor | None]:

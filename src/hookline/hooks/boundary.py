@@ -31,7 +31,7 @@ from hookline.hooks.torch_private import (
     storage_id,
     transforms_active,
 )
-from hookline.values import Undo, flatten, flatten_call, rebuild, swap_in
+from hookline.values import Structure, Undo, flatten, flatten_call, rebuild, swap_in
 
 if TYPE_CHECKING:
     from hookline.hooks.call import Call
@@ -111,7 +111,8 @@ def _alias_inputs(call: Call, inputs: Inputs, leaves: list[Any], index: list[int
     call.in_index = [i for i in index if first[i] == i]
     inputs.outer = [leaves[i] for i in call.in_index]
     module = call.module()
-    width = 1 if module is None else input_width(module)
+    call.groups = _groups(inputs.outer)
+    width = 1 if module is None else input_width(module, several_places=bool(call.groups))
     inputs.inner = through_input_node(call, inputs.outer, width)
     inputs.nodes = [alias.grad_fn for alias in inputs.inner]
     inputs.node = inputs.nodes[0]
@@ -119,6 +120,14 @@ def _alias_inputs(call: Call, inputs: Inputs, leaves: list[Any], index: list[int
     alias_at = dict(zip(call.in_index, inputs.inner, strict=True))
     new = [alias_at[first[i]] if i in first else leaf for i, leaf in enumerate(leaves)]
     inputs.args, inputs.kwargs = swap_in((inputs.args, inputs.kwargs), call.in_structure, new, inputs.undo)
+
+
+def _groups(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """See ``Call.groups``."""
+    if len({id(tensor) for tensor in tensors}) == len(tensors):
+        return {}
+    first: dict[int, int] = {}
+    return {place: first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)}
 
 
 def _first_places(call: Call, leaves: list[Any], index: list[int]) -> dict[int, int]:
@@ -133,10 +142,17 @@ def _first_places(call: Call, leaves: list[Any], index: list[int]) -> dict[int, 
     return {i: seen.setdefault(id(leaves[i]), i) for i in index}
 
 
-def close_boundary(call: Call, inputs: Inputs, output: Any) -> Any:
-    """Send the outputs through the output node and give the caller's tensors the history that they would have."""
+def close_boundary(call: Call, inputs: Inputs, output: Any, flat: tuple[list[Any], Structure]) -> Any:
+    """Send the outputs through the output node and give the caller's tensors the history that they would have.
+
+    Args:
+        call: The call.
+        inputs: What went in.
+        output: What ``forward`` returned.
+        flat: Its leaves and structure as it returned them.
+    """
     written = {} if transforms_active() else inputs.written()
-    tensors, result, output_leaves = _seal(call, output, inputs.node)
+    tensors, result, output_leaves = _seal(call, flat, inputs.node)
     if inputs.wide and tensors and not transforms_active():
         note_parts(call, tensors, inputs.node)
     for outer, inner in zip(inputs.outer, inputs.inner, strict=True):
@@ -148,12 +164,15 @@ def close_boundary(call: Call, inputs: Inputs, output: Any) -> Any:
             result[key] = outer
     if not transforms_active():
         _watch_all(call, inputs, tensors, result, written)
-    return rebuild(output, call.out_structure, [result.get(id(leaf), leaf) for leaf in output_leaves])
+    new = [result.get(id(leaf), leaf) for leaf in output_leaves]
+    if inputs.undo and any(output is own for own in (*inputs.args, *inputs.kwargs.values())):
+        return swap_in(output, call.out_structure, new, [])  # the caller's own list or dict stays the same object
+    return rebuild(output, call.out_structure, new)
 
 
 def close_again(call: Call, output: Any) -> Any:
     """Send an output that a forward hook has put in the place of the module's own through a new output node."""
-    _, result, leaves = _seal(call, output, None)
+    _, result, leaves = _seal(call, flatten(output), None)
     return rebuild(output, call.out_structure, [result.get(id(leaf), leaf) for leaf in leaves])
 
 
@@ -162,9 +181,11 @@ def histories(output: Any) -> list[tuple[int, Any]]:
     return [(id(leaf), leaf.grad_fn) for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
 
 
-def _seal(call: Call, output: Any, input_node: Any) -> tuple[list[Tensor], dict[int, Tensor], list[Any]]:
+def _seal(
+    call: Call, flat: tuple[list[Any], Structure], input_node: Any
+) -> tuple[list[Tensor], dict[int, Tensor], list[Any]]:
     """Apply the output node; returns its tensors, the alias of each by id, and all leaves of the output."""
-    leaves, call.out_structure = flatten(output)
+    leaves, call.out_structure = flat
     call.out_count = len(leaves)
     tracked: dict[int, int] = {}
     for position, leaf in enumerate(leaves):

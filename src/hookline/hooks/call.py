@@ -17,7 +17,7 @@ from hookline.hooks.tap import Entry, Plan, Tap
 from hookline.hooks.torch_private import graph_task_id, is_early_stop, is_symbolic_trace, is_tracing, version
 from hookline.hooks.traced import NOT_TRACED, run_traced
 from hookline.hooks.user_hooks import add_note, run_post_hook, run_pre_hook
-from hookline.values import Structure, flatten_call, rebuild
+from hookline.values import Structure, flatten, flatten_call, rebuild
 
 __all__ = ["Call", "run"]
 
@@ -32,6 +32,8 @@ class Call:
         in_structure, out_structure: How arguments and output are nested.
         in_count, out_count: Number of their leaves.
         in_index, out_index: Which of these leaves pass through the node before and after the call.
+        groups: For a place among the input node's tensors, the first place where the same tensor stands; empty
+            unless one stands at several.
         side_effect: Whether the module wrote into an input that it did not return, so that gradients may reach
             the inputs without coming through the outputs.
         backwards: Backward passes that have come through the output so far.
@@ -48,6 +50,7 @@ class Call:
         "__weakref__",
         "backwards",
         "bounded",
+        "groups",
         "in_count",
         "in_index",
         "in_structure",
@@ -79,6 +82,7 @@ class Call:
         self.seals = 0
         self.kept: list[tuple[Any, Any, Any]] = []
         self.watches: list[Any] = []
+        self.groups: dict[int, int] = {}
         self.side_effect = False
         self.backwards = 0
         self.recomputed = graph_task_id() != -1
@@ -134,9 +138,11 @@ def _bounded(call: Call, forward: Callable[..., Any], module: nn.Module, args: A
     boundary = open_boundary(call, args, kwargs)
     try:
         output = forward(module, *boundary.args, **boundary.kwargs)
+        # Before the caller's lists get their own tensors back, since the module may have returned one of them.
+        flat = flatten(output)
     finally:
         boundary.restore()
-    return close_boundary(call, boundary, output)
+    return close_boundary(call, boundary, output, flat)
 
 
 def _hooked(call: Call, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:

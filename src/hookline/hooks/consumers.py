@@ -73,9 +73,14 @@ _USE_ONCE = frozenset(
 _NARROWEST, _WIDEST = 16, 64
 
 
-def input_width(module: nn.Module) -> int:
-    """How many parts the gradient of one input may be sent on in: 1 for modules that use their input once."""
-    if original_class(module) in _USE_ONCE and not module._modules:
+def input_width(module: nn.Module, *, several_places: bool) -> int:
+    """How many parts the gradient of one input may be sent on in: 1 for modules that use their input once.
+
+    Args:
+        module: The module.
+        several_places: Whether it got one tensor as several arguments.
+    """
+    if original_class(module) in _USE_ONCE and not module._modules and not several_places:
         return 1
     count = 0
     for count, _ in enumerate(module.modules(), start=1):
@@ -96,9 +101,10 @@ def note_parts(call: Call, tensors: list[Tensor], input_node: Any) -> None:
     counts: dict[int, int] = {}
     for edges in uses.values():
         for _, place in edges:
-            counts[place] = counts.get(place, 0) + 1
+            group = call.groups.get(place, place)
+            counts[group] = counts.get(group, 0) + 1
     for node, edges in uses.items():
-        several = [(slot, place) for slot, place in edges if counts[place] > 1]
+        several = [(slot, place) for slot, place in edges if counts[call.groups.get(place, place)] > 1]
         if several:
             node.register_hook(_noting(call, several))
 
