@@ -783,3 +783,43 @@ def test_a_call_that_fails_is_over() -> None:
         assert calls.current is None
         net(torch.ones(1))
     assert seen == [net, net]
+
+
+# ---------------------------------------------------------------- planning
+
+
+TWO_MODELS = f"""
+    net, loss = Net(), nn.MSELoss()
+    net.aside = nn.ModuleList([nn.Linear(1, 1)])
+    for step in range(3):
+        print("step", step)
+        out = net({X})
+        loss(out, torch.zeros_like(out)).backward()
+    """
+
+
+def test_a_plan_has_the_bytes_of_the_first_step_and_stops_the_script(
+    run: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ports = ("output", "grad_output")
+    planned = run(TWO_MODELS, ports=ports, dry=True)
+    said = capfd.readouterr()
+    assert planned.status == 0 and not planned.folder.exists()
+    assert said.out.startswith("step 0\nstep 1\n  (root):output ") and "step 2" not in said.out
+    recorded = run(TWO_MODELS, ports=ports)
+    size = sum(event.nbytes for event in recorded.recording)
+    assert f"({size:,} bytes)\n" in said.out
+    coverage = str(recorded.recording.coverage).splitlines()
+    assert said.out.splitlines()[-len(coverage) :] == coverage
+    assert "  not reached  aside.0:output,grad_output  (root) ran 1 time without calling it" in coverage
+
+
+def test_a_plan_of_a_script_that_fails_has_its_status(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    planned = run(f"net = Net()\nnet({X})\nraise ValueError('no data')", dry=True)
+    said = capfd.readouterr()
+    assert planned.status == 1 and "ValueError: no data" in said.err and "a step records" in said.out
+
+
+def test_a_plan_of_a_script_without_a_model_says_so(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("x = 1", dry=True).status == 0
+    assert capfd.readouterr().err == "hookline: no module was called, so there is nothing to plan.\n"

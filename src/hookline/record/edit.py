@@ -51,7 +51,7 @@ def edit(model: nn.Module, changes: Mapping[Any, Change]) -> Edits:
                 "for a constant pass `lambda value: constant`."
             )
         found = resolve(model, _as_pattern(pattern), ("output",))
-        refuse_unreachable(model, _as_pattern(pattern))
+        refuse_unreachable(model, _as_pattern(pattern), found)
         modules = modules_at(model, found)
         planned += [(site, change) for site in found if not unreachable(modules[site.path])]
     return Edits(model, planned)

@@ -9,7 +9,7 @@ from torch import nn
 from hookline.errors import SiteError
 from hookline.hooks import unreachable
 from hookline.hooks.torch_private import is_scripted
-from hookline.sites import Pattern, Site, label, named_exactly, resolve_paths
+from hookline.sites import Pattern, Site, label, named_exactly
 
 __all__ = ["modules_at", "refuse_unreachable"]
 
@@ -28,16 +28,23 @@ def modules_at(model: nn.Module, sites: Iterable[Site]) -> dict[str, nn.Module]:
     return {path: modules[path] for path in paths}
 
 
-def refuse_unreachable(model: nn.Module, pattern: Pattern) -> None:
+def refuse_unreachable(model: nn.Module, pattern: Pattern, sites: Iterable[Site]) -> None:
     """Refuse a pattern that gives the very name of a module whose calls cannot be seen, or finds none but such.
+
+    Args:
+        model: The model.
+        pattern: The pattern.
+        sites: What it names.
 
     Raises:
         SiteError: It does.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    paths = resolve_paths(model, pattern)
-    wanted = paths if all(unreachable(modules[path]) for path in paths) else named_exactly(model, pattern)
-    path = next((path for path in wanted if unreachable(modules[path])), None)
+    modules = modules_at(model, sites)
+    hidden = [path for path, module in modules.items() if unreachable(module)]
+    if not hidden:
+        return
+    exactly = modules if len(hidden) == len(modules) else named_exactly(model, pattern)
+    path = next((path for path in hidden if path in exactly), None)
     if path is None:
         return
     children = [name for name, _ in modules[path].named_children()]

@@ -105,7 +105,7 @@ def plan(
     """
     chosen = policy(keep="all", device=None, dtype=dtype, reduce=reduce, detach=True, budget=None)
     found = resolve(model, sites, ports)
-    refuse_unreachable(model, sites)
+    refuse_unreachable(model, sites, found)
     wants_gradients = any(site.port.startswith("grad") for site in found)
     with _nothing_moves(model):
         copied = _copy_of(model)
@@ -137,7 +137,12 @@ class _CountingRecorder(Recorder):
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
-    """A copy with the same parameters, so that it needs memory for buffers only."""
+    """A copy with the same parameters, so that it needs memory for buffers only.
+
+    The model itself where it cannot be copied, or where a ``forward`` of an instance would lead back from the copy.
+    """
+    if any("forward" in vars(module) for module in model.modules()):
+        return model
     shared = {id(parameter): parameter for parameter in model.parameters()}
     try:
         return copy.deepcopy(model, dict(shared))

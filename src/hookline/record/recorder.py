@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import threading
@@ -82,7 +83,7 @@ def record(  # noqa: PLR0913 - one option for each thing that can be chosen, all
     """
     chosen = policy(keep=keep, device=device, dtype=dtype, reduce=reduce, detach=detach, budget=budget)
     found = resolve(model, sites, ports)
-    refuse_unreachable(model, sites)
+    refuse_unreachable(model, sites, found)
     return Recorder(model, found, chosen, spill=None if to is None else spill_to(to, chosen), strict=strict)
 
 
@@ -293,6 +294,7 @@ def _info(model: nn.Module, sites: list[Site]) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _version() -> str:
     try:
         return version("hookline")
