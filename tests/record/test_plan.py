@@ -72,7 +72,9 @@ def test_the_bytes_are_those_of_a_step_and_nothing_moves(ports: tuple[str, ...],
 
 
 @pytest.mark.parametrize(
-    "options", [{"dtype": torch.bfloat16}, {"reduce": lambda t: t.sum(0)}, {"reduce": lambda t: 1.0}], ids=str
+    "options",
+    [{"dtype": torch.bfloat16}, {"reduce": lambda t: t.sum(0)}, {"reduce": lambda t: 1.0}],
+    ids=["dtype", "tensor", "number"],
 )
 def test_what_is_made_of_the_values_counts(options: dict[str, Any]) -> None:
     model, x = Net(), torch.randn(5, 3)
