@@ -106,6 +106,38 @@ def test_a_gradient_of_an_earlier_step_is_no_sign_of_use() -> None:
     assert fate(module, lambda net, h: h).status == "not reached"
 
 
+def test_a_tied_parameter_that_another_module_used_is_no_sign_of_use() -> None:
+    model = Net(linear(), lambda net, h: h)
+    model.second.weight = model.first.weight
+    with hookline.record(model) as rec:
+        model(torch.ones(3)).sum().backward()
+    assert rec.coverage["second:output"].status == "not reached"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_part() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    model[0] = torch.compile(model[0], backend="eager")
+    with hookline.record(model) as rec:
+        assert {found.reason for found in rec.coverage.values()} == {"the model was not called"}
+        model(torch.ones(3))
+    reason = "torch.compile compiled 0, and compiled code passes by hooks"
+    assert rec.coverage["0._orig_mod:output"][1:] == ("bypassed", 0, reason)
+
+
+def test_a_function_with_other_settings_or_a_class_that_does_more_is_no_call() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * 100
+
+    found = fate(Noisy(3, 3), lambda net, h: F.linear(h, net.second.weight, net.second.bias))
+    assert found.status == "bypassed" and found.reason.startswith("linear() used its parameter in (root)")
+    conv = nn.Conv1d(3, 3, 3, stride=2, padding=1)
+    for settings, status in (({"stride": 2, "padding": (1,)}, "captured"), ({"padding": 1}, "bypassed")):
+        convolve = lambda net, h, settings=settings: F.conv1d(h.t(), conv.weight, conv.bias, **settings)  # noqa: E731
+        assert fate(conv, convolve).status == status
+
+
 def test_a_function_that_computes_something_else_with_a_parameter() -> None:
     found = fate(nn.Embedding(4, 3), lambda net, h: F.linear(h, net.second.weight))
     assert found.status == "bypassed"
@@ -288,6 +320,13 @@ def test_strict_raises_when_the_block_ends_and_names_the_sites() -> None:
     with pytest.raises(CoverageError, match=message) as caught, hookline.record(model, strict=True):
         model(torch.ones(3))
     assert caught.value.coverage["second:output"].status == "not reached"
+
+
+def test_a_container_among_others_does_not_count_for_strict() -> None:
+    model = Net(nn.ModuleList([linear()]), lambda net, h: net.second[0](h))
+    with hookline.record(model, strict=True) as rec:
+        model(torch.ones(3))
+    assert [found.site for found in rec.coverage.bypassed] == ["second:output"]
 
 
 def test_strict_is_silent_where_all_is_captured_and_where_the_block_raises() -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hookline
-from hookline.errors import ArgumentError, SiteError
+from hookline.errors import ArgumentError, OptionError, SiteError
 from hookline.sites import PORTS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -103,6 +105,48 @@ def test_a_loss_of_ones_own_decides_where_gradients_come() -> None:
     assert [site.status for site in plan.sites.values()] == ["bypassed", "captured"] and plan.nbytes == 8
     with pytest.raises(ArgumentError, match=r"^loss returned shape \(1, 2\); it must return one number as a tensor\.$"):
         hookline.plan(both, "heads.*", torch.ones(1, 3), ports="grad_output", loss=lambda output: output[0])
+
+
+class Writes(nn.Module):
+    """Writes over a parameter, a buffer and its input, and runs a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4, max_norm=0.1)
+        self.average = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, index: Tensor, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        with torch.no_grad():
+            self.average.add_(1)
+        with torch.enable_grad():
+            self.linear(x.detach()).sum().backward()
+        return checkpoint(self.linear, self.table(index) + F.relu_(x * 1) + x.detach().mul_(2), use_reentrant=True)
+
+
+@pytest.mark.parametrize("can_be_copied", [True, False])
+def test_a_model_that_writes_to_all_that_it_has_is_as_before(can_be_copied: bool) -> None:
+    model, index, x = Writes(), torch.tensor([0, 1]), torch.randn(2, 4, requires_grad=True)
+    if not can_be_copied:
+        model.lock = threading.Lock()
+    before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    given = x.detach().clone()
+    plan = hookline.plan(model, "**", index, x, ports=PORTS)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(x, given) and x.grad is None and plan.coverage["table:grad_output"].status == "captured"
+
+
+def test_a_lazy_model_stays_lazy() -> None:
+    model = nn.Sequential(nn.LazyConv2d(4, 1))
+    assert hookline.plan(model, "0", torch.randn(2, 3, 4, 4)).nbytes == 2 * 4 * 16 * 4
+    assert isinstance(model[0], nn.LazyConv2d) and model(torch.randn(1, 5, 2, 2)).shape == (1, 4, 2, 2)
+    norm = nn.Sequential(nn.LazyBatchNorm2d())  # which torch cannot copy
+    with pytest.raises(OptionError, match="call it once first"):
+        hookline.plan(norm, "0", torch.randn(2, 3, 4, 4))
+    assert isinstance(norm[0], nn.LazyBatchNorm2d)
 
 
 def test_mistakes_are_told_before_anything_runs() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hookline.hooks.attach import attach, check_module, unreachable
+from hookline.hooks.attach import NEVER_CALLED, attach, check_module, unreachable
 from hookline.hooks.call import Call
 from hookline.hooks.handle import Handle
 from hookline.hooks.multi_grad import register_multi_grad_hook
@@ -20,6 +20,7 @@ from hookline.hooks.token import original_class
 from hookline.hooks.user_hooks import add_note, call_hook
 
 __all__ = [
+    "NEVER_CALLED",
     "Call",
     "Entry",
     "Handle",

@@ -15,7 +15,10 @@ from hookline.hooks.tap import Entry, Observer, Tap
 from hookline.hooks.token import TOKEN, original_class
 from hookline.hooks.torch_private import is_scripted
 
-__all__ = ["attach", "check_module", "unreachable"]
+__all__ = ["NEVER_CALLED", "attach", "check_module", "unreachable"]
+
+NEVER_CALLED = "holds others and is never called"
+"""Why no call of a container can be seen."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -93,7 +96,7 @@ def unreachable(module: nn.Module) -> str:
     if is_scripted(module):
         return "TorchScript runs it outside Python"
     if _only_holds(module):
-        return f"a {type(module).__name__} holds others and is never called"
+        return f"a {type(module).__name__} {NEVER_CALLED}"
     return ""
 
 

@@ -25,6 +25,7 @@ from torch.nn import functional
 from hookline.hooks.call import run
 from hookline.hooks.running import running
 from hookline.hooks.tap import Tap
+from hookline.hooks.token import original_class
 from hookline.hooks.torch_private import is_tracing_a_graph, script_like
 
 __all__ = ["owns", "tap_begins", "tap_ends"]
@@ -37,17 +38,21 @@ class _Kind(NamedTuple):
     classes: tuple[type[nn.Module], ...]
     weight: int = 1
     bias: int | None = 2
+    settings: tuple[tuple[str, int], ...] = ()
+    """Attributes of the module that stand behind the bias, and their defaults."""
 
 
+_CONV = (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
+_CONV_TRANSPOSE = (("stride", 1), ("padding", 0), ("output_padding", 0), ("groups", 1), ("dilation", 1))
 _KINDS = (
     _Kind("linear", (nn.Linear,)),
     _Kind("embedding", (nn.Embedding,), bias=None),
-    _Kind("conv1d", (nn.Conv1d,)),
-    _Kind("conv2d", (nn.Conv2d,)),
-    _Kind("conv3d", (nn.Conv3d,)),
-    _Kind("conv_transpose1d", (nn.ConvTranspose1d,)),
-    _Kind("conv_transpose2d", (nn.ConvTranspose2d,)),
-    _Kind("conv_transpose3d", (nn.ConvTranspose3d,)),
+    _Kind("conv1d", (nn.Conv1d,), settings=_CONV),
+    _Kind("conv2d", (nn.Conv2d,), settings=_CONV),
+    _Kind("conv3d", (nn.Conv3d,), settings=_CONV),
+    _Kind("conv_transpose1d", (nn.ConvTranspose1d,), settings=_CONV_TRANSPOSE),
+    _Kind("conv_transpose2d", (nn.ConvTranspose2d,), settings=_CONV_TRANSPOSE),
+    _Kind("conv_transpose3d", (nn.ConvTranspose3d,), settings=_CONV_TRANSPOSE),
     _Kind("layer_norm", (nn.LayerNorm,), weight=2, bias=3),
     _Kind("group_norm", (nn.GroupNorm,), weight=2, bias=3),
     _Kind("batch_norm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), weight=3, bias=4),
@@ -151,7 +156,7 @@ def _attributed(
     if found and _is_own_use(sys._getframe(2), weight):
         return function(*args, **kwargs)
     for tap, module in found:
-        if isinstance(module, kind.classes) and _is_a_call_of(kind, module, weight, args, kwargs):
+        if _computes_as(kind, module) and _is_a_call_of(kind, module, weight, args, kwargs):
             return _as_call(tap, module, function, args, kwargs)
     user = inside[-1] if inside else None
     for tap, _ in found:
@@ -182,14 +187,31 @@ def _is_own_use(frame: FrameType, weight: Any) -> bool:
     return isinstance(caller, nn.Module) and any(own is weight for own in caller._parameters.values())
 
 
+def _computes_as(kind: _Kind, module: nn.Module) -> bool:
+    """Whether the module's ``forward`` is that of the class, and does nothing but call the function."""
+    forward: Any = getattr(original_class(module), "forward", None)
+    plain = any(forward is getattr(cls, "forward", None) for cls in kind.classes)
+    plain = plain and "forward" not in module.__dict__
+    return plain and getattr(module, "padding_mode", "zeros") == "zeros"
+
+
+def _same_settings(kind: _Kind, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for place, (name, default) in enumerate(kind.settings, start=3):
+        given = args[place] if len(args) > place else kwargs.get(name, default)
+        own = getattr(module, name)
+        if own != given and not (isinstance(own, tuple) and own == (given,) * len(own)):
+            return False
+    return True
+
+
 def _is_a_call_of(kind: _Kind, module: nn.Module, weight: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call of the module would use the same parameters."""
-    if not (args or "input" in kwargs) or module._parameters.get("weight") is not weight:
+    if bool(args) == ("input" in kwargs) or module._parameters.get("weight") is not weight:
         return False
     if kind.bias is None:
         return True
     bias = args[kind.bias] if len(args) > kind.bias else kwargs.get("bias")
-    return bias is module._parameters.get("bias")
+    return bias is module._parameters.get("bias") and _same_settings(kind, module, args, kwargs)
 
 
 def _as_call(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from hookline.hooks import original_class, unreachable
-from hookline.hooks.torch_private import is_compiled, version
+from hookline.hooks.torch_private import is_compiled
 from hookline.record.coverage import BYPASSED, CAPTURED, NOT_REACHED, Coverage, Fate
 from hookline.report.text import plural
 from hookline.sites import Site, label
@@ -183,21 +182,29 @@ class _Judge:
 
     def _not_called(self, path: str, seen: Evidence) -> tuple[str, str]:
         module = self._modules.get(path)
+        if module is not None and (hidden := unreachable(module)):
+            return BYPASSED, hidden
+        if self._forwards == 0 and not self._any_call and not (seen.used_by or seen.tracer):
+            return NOT_REACHED, self._replaced(path) or "the model was not called"
         for reason in self._passed_by(path, module, seen):
             if reason:
                 return BYPASSED, reason
-        if self._forwards == 0 and not self._any_call:
-            return NOT_REACHED, "the model was not called"
         return NOT_REACHED, self._above(path, module)
 
     def _passed_by(self, path: str, module: nn.Module | None, seen: Evidence) -> Iterable[str | None]:
-        yield None if module is None else unreachable(module)
         yield seen.used_by and f"{seen.used_by}, without calling it"
         yield seen.tracer and f"{seen.tracer} looked at it; what was traced runs without it"
         yield self._replaced(path)
         yield self._compiled(path)
-        if module is not None and any(now for now in _gradients(module) if now not in seen.gradients_before):
+        if module is not None and self._got_gradients(module, seen):
             yield "its parameters got gradients, so they were used without calling it"
+
+    def _got_gradients(self, module: nn.Module, seen: Evidence) -> bool:
+        """Whether a parameter has a gradient that it did not have, and no module that was called has it as well."""
+        called = (self._modules.get(path) for path, other in self._evidence.items() if other.calls)
+        shared = {id(p) for other in called if other is not None for p in other.parameters(recurse=False)}
+        now = zip(module.parameters(recurse=False), _gradients(module), seen.gradients_before, strict=False)
+        return any(has and not had and id(parameter) not in shared for parameter, has, had in now)
 
     def _replaced(self, path: str) -> str:
         """Whether something else stands where the module stood."""
@@ -244,8 +251,7 @@ class _Judge:
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def _gradients(module: nn.Module) -> tuple[Any, ...]:
-    """What tells whether a gradient of the module's own parameters is another one, or was added to."""
+def _gradients(module: nn.Module) -> tuple[bool, ...]:
+    """Of each of the module's own parameters, whether it has a gradient."""
     parameters = module.parameters(recurse=False)
-    grads = [None if nn.parameter.is_lazy(parameter) else parameter.grad for parameter in parameters]
-    return tuple(None if grad is None else (id(grad), version(grad)) for grad in grads)
+    return tuple(not nn.parameter.is_lazy(parameter) and parameter.grad is not None for parameter in parameters)

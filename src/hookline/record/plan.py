@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.errors import ArgumentError
+from hookline.errors import ArgumentError, OptionError
 from hookline.record.coverage import Coverage
 from hookline.record.places import refuse_unreachable
 from hookline.record.policy import Policy, policy
@@ -20,7 +20,7 @@ from hookline.record.recorder import Recorder
 from hookline.record.segment import Mark
 from hookline.report.fates import render, sizes
 from hookline.sites import Pattern, Site, resolve
-from hookline.values import Structure, flatten
+from hookline.values import Structure, flatten, rebuild
 
 __all__ = ["Plan", "PlannedSite", "plan"]
 
@@ -82,14 +82,15 @@ def plan(
 ) -> Plan:
     """Run the model once and tell which sites ``record`` would capture, with how many calls and bytes.
 
-    Nothing is kept, and nothing changes: parameters, their gradients, buffers and random state are as before. The pass
-    runs on a deep copy that shares the parameters; a model that cannot be copied runs itself, and only what it keeps in
-    Python attributes may change then.
+    Nothing is kept, and nothing changes: the pass runs on a deep copy, with copies of the inputs, and random state is
+    put back. A model that cannot be copied, or has a ``forward`` of its own instance, runs itself: parameters,
+    gradients and buffers are put back then, and only what it keeps in Python attributes may change. PyTorch's own
+    hooks run as in any pass.
 
     Args:
         model: As for ``record``.
         sites: As for ``record``.
-        example_inputs: What the model is called with; they get no gradients.
+        example_inputs: What the model is called with.
         ports: As for ``record``. For gradients a backward pass runs as well.
         kwargs: Keyword arguments of the call.
         dtype: As for ``record``.
@@ -107,13 +108,13 @@ def plan(
     found = resolve(model, sites, ports)
     refuse_unreachable(model, sites, found)
     wants_gradients = any(site.port.startswith("grad") for site in found)
-    with _nothing_moves(model):
-        copied = _copy_of(model)
-        recorder = _CountingRecorder(copied, found, chosen)
+    args, named = _own_inputs(example_inputs, kwargs)
+    with _random_state(model), _as_before(model) as running:
+        recorder = _CountingRecorder(running, found, chosen)
         with recorder:
-            output = copied(*example_inputs, **dict(kwargs or {}))
+            output = running(*args, **named)
             if wants_gradients:
-                _backward(copied, (example_inputs, kwargs), output, loss)
+                _backward(output, loss)
     return Plan(recorder.recording.coverage, recorder.nbytes)
 
 
@@ -136,24 +137,21 @@ class _CountingRecorder(Recorder):
         return True
 
 
-def _copy_of(model: nn.Module) -> nn.Module:
-    """A copy with the same parameters, so that it needs memory for buffers only.
+def _own_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    """Copies of the tensors, which the model may write to and backward gives gradients to."""
+    given = args, dict(kwargs or {})
+    leaves, structure = flatten(given)
+    own = [_own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return rebuild(given, structure, own)  # type: ignore[no-any-return]
 
-    The model itself where it cannot be copied, or where a ``forward`` of an instance would lead back from the copy.
-    """
-    if any("forward" in vars(module) for module in model.modules()):
-        return model
-    shared = {id(parameter): parameter for parameter in model.parameters()}
-    try:
-        return copy.deepcopy(model, dict(shared))
-    except Exception:  # whatever the model holds: a lock, an open file, a tensor with a graph
-        return model
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager
-def _nothing_moves(model: nn.Module) -> Iterator[None]:
-    """Buffers and random state afterwards as before."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+def _random_state(model: nn.Module) -> Iterator[None]:
+    """The random state of Python, NumPy and torch afterwards as before."""
     devices = {tensor.device.index for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -162,22 +160,63 @@ def _nothing_moves(model: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if not buffer.is_meta and not torch.equal(buffer, before):
-                    buffer.copy_(before)
 
 
-def _backward(model: nn.Module, inputs: Any, output: Any, loss: Callable[[Any], Tensor] | None) -> None:
-    """A backward pass that reaches what ``backward()`` would, and adds to no ``.grad``."""
+@contextlib.contextmanager
+def _as_before(model: nn.Module) -> Iterator[nn.Module]:
+    """A copy to run; the model itself where it cannot be copied, with its tensors afterwards as before.
+
+    A ``forward`` of an instance would lead back from the copy to the model.
+    """
+    copied = None
+    if not any("forward" in vars(module) for module in model.modules()):
+        with contextlib.suppress(Exception):  # whatever the model holds: a lock, an open file, a tensor with a graph
+            copied = copy.deepcopy(model)
+    if copied is not None:
+        for parameter in copied.parameters():
+            parameter.grad = None
+        yield copied
+        return
+    if any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
+        raise OptionError("this lazy model cannot be copied, and a dry pass would give it shapes; call it once first.")
+    kept = [_Kept(module, name, tensor) for module in model.modules() for name, tensor in _tensors_of(module)]
+    try:
+        for one in kept:
+            one.tensor.grad = None
+        yield model
+    finally:
+        for one in kept:
+            one.put_back()
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return ((name, tensor) for name, tensor in named if not tensor.is_meta)
+
+
+class _Kept:
+    """A parameter or buffer of a module, its value and its gradient."""
+
+    def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        self.module, self.name, self.tensor = module, name, tensor
+        self.value, self.grad = tensor.detach().clone(), tensor.grad if tensor.is_leaf else None
+
+    def put_back(self) -> None:
+        if getattr(self.module, self.name, None) is not self.tensor:
+            setattr(self.module, self.name, self.tensor)
+        if not torch.equal(self.tensor, self.value):
+            with torch.no_grad():
+                self.tensor.copy_(self.value)
+        self.tensor.grad = self.grad
+
+
+def _backward(output: Any, loss: Callable[[Any], Tensor] | None) -> None:
     root = _sum(output) if loss is None else loss(output)
     if not isinstance(root, Tensor) or root.numel() != 1:
         shape = f"shape {tuple(root.shape)}" if isinstance(root, Tensor) else type(root).__name__
         raise ArgumentError(f"loss returned {shape}; it must return one number as a tensor.")
-    leaves = [*model.parameters(), *(leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor))]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    if root.requires_grad and wanted:
-        torch.autograd.grad(root, wanted, allow_unused=True)
+    if root.requires_grad:
+        root.backward()  # type: ignore[no-untyped-call]
 
 
 def _sum(output: Any) -> Tensor:

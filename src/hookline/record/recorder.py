@@ -65,9 +65,10 @@ def record(  # noqa: PLR0913 - one option for each thing that can be chosen, all
             ``lambda t: t.mean((2, 3))``.
         detach: Keep values without their graph. With False a value can be used in a loss, and costs a copy.
         budget: Most bytes to keep in memory, such as ``"2GB"``. When one value more would pass it, what is kept goes to
-            the folder ``to``, or ``BudgetError`` is raised before the value is kept.
+            the folder ``to``, or ``BudgetError`` is raised before the value is kept; always with ``keep="last"``.
         to: Folder that holds the recording when the with-block has ended, such as ``"run.hookline"``.
-        strict: Raise ``CoverageError`` at the end of the with-block when a site was not captured.
+        strict: Raise ``CoverageError`` at the end of the with-block when a site was not captured. A container that a
+            pattern names among others does not count.
 
     Returns:
         A recorder; ``with record(...) as rec`` gives the ``Recording``. Values are copy-on-write snapshots: they cost
