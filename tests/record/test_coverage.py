@@ -209,11 +209,11 @@ GRADIENTS: dict[str, tuple[Callable[[Net, Tensor], Tensor], bool, str]] = {
     "no backward": (lambda net, h: net.second(h), False, "no backward pass ran while it was recorded"),
     "detached": (
         lambda net, h: h + net.second(h).detach(), True,
-        "no gradient reached its output: no backward ran from a loss that depends on it, or it was detached on the way",
+        "no gradient reached its output: no loss that depends on it ran backward, or it was detached on the way",
     ),
     "not on the way": (
         lambda net, h: (net.second(h), h)[1], True,
-        "no gradient reached its output: no backward ran from a loss that depends on it, or it was detached on the way",
+        "no gradient reached its output: no loss that depends on it ran backward, or it was detached on the way",
     ),
     "no_grad": (
         lambda net, h: h + torch.no_grad()(net.second)(h), True, "it ran under torch.no_grad(), which makes no graph"

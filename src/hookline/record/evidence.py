@@ -176,7 +176,7 @@ class _Judge:
             return "no backward pass ran while it was recorded"
         if site.port == "grad_input" and (seen.captured.get("grad_output") or seen.empty.get("grad_input")):
             return "no gradient came through it to its arguments"
-        return "no gradient reached its output: no backward ran from a loss that depends on it, or it was detached on the way"
+        return "no gradient reached its output: no loss that depends on it ran backward, or it was detached on the way"
 
     # ------------------------------------------------------------ it did not run
 
