@@ -1109,12 +1109,15 @@ def test_models_that_come_change_and_go_leave_nothing_behind() -> None:
     changes = ["another module", "loaded by assignment", "weight norm", "another class", "a patched forward"]
     for change in changes:
         once(change)
-    gc.collect()
-    before = len(gc.get_objects())
-    for change in changes * 10:
-        once(change)
-    gc.collect()
-    assert len(gc.get_objects()) - before < 50
+    growth = []
+    for _ in range(3):  # what is left behind is there each time; what other tests have begun comes and goes
+        gc.collect()
+        before = len(gc.get_objects())
+        for change in changes * 10:
+            once(change)
+        gc.collect()
+        growth.append(len(gc.get_objects()) - before)
+    assert min(growth) < 50, growth
 
 
 def counting(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
