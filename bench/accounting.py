@@ -31,7 +31,7 @@ def no_accounting() -> Iterator[None]:
     nothing = dict.fromkeys(("begin", "ended", "keep"), lambda *_, **__: None)
     with (
         mock.patch.multiple(evidence.Evidence, **nothing),
-        mock.patch.object(functional, "tap_begins", lambda tap, module: None),
+        mock.patch.multiple(functional, put_in=lambda: None, add=lambda tap, parameter: None),
         mock.patch.object(recorder, "coverage_of", lambda *_: Coverage([])),
     ):
         yield

@@ -20,6 +20,8 @@ from hookline.cli import run as run_command
 from hookline.cli.main import COMMANDS, main
 from hookline.cli.program import split
 
+from .spoken import without_coverage
+
 SOURCE = str(Path(hookline.__file__).parents[1])
 NET = """
     import os, sys, torch
@@ -38,14 +40,6 @@ NET = """
 """
 HOOKLINE = ("-m", "hookline")
 """What a shell knows as hookline, when it is started by its module."""
-
-
-def without_coverage(text: str) -> str:
-    """What was said on stderr, less the lines about the coverage."""
-    words = ("coverage of", "captured", "bypassed", "not reached", "and ")
-    return "".join(
-        line for line in text.splitlines(True) if not line.startswith(tuple(f"hookline: {w}" for w in words))
-    )
 
 
 def process(*args: str, cwd: Path, given: str | None = None) -> subprocess.CompletedProcess[str]:

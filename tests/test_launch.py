@@ -21,6 +21,8 @@ from hookline.launch import Options, run_module, run_script, session
 from hookline.launch.messages import amount
 from hookline.record import Recording
 
+from .spoken import without_coverage
+
 NET = """
     import sys, torch
     from torch import nn
@@ -51,14 +53,6 @@ class Ran:
     @property
     def keys(self) -> list[tuple[str, str, int, int]]:
         return [(event.path, event.port, event.step, event.call) for event in self.recording]
-
-
-def without_coverage(text: str) -> str:
-    """What was said on stderr, less the lines about the coverage."""
-    words = ("coverage of", "captured", "bypassed", "not reached", "and ")
-    return "".join(
-        line for line in text.splitlines(True) if not line.startswith(tuple(f"hookline: {w}" for w in words))
-    )
 
 
 @pytest.fixture

@@ -30,6 +30,8 @@ import hookline
 from hookline.errors import HooklineError
 from hookline.sites import PORTS
 
+from .threads import in_threads
+
 # ---------------------------------------------------------------- what there is to see
 
 
@@ -698,25 +700,6 @@ def test_the_failure_of_one_recorder_leaves_the_other_at_work() -> None:
         computes(model)
         assert len(outer) == before + 8
     assert type(model.block) is Block
-
-
-def in_threads(*tasks: Callable[[], Any]) -> None:
-    failures: list[BaseException] = []
-    start = threading.Barrier(len(tasks))
-
-    def run(task: Callable[[], Any]) -> None:
-        try:
-            start.wait()
-            task()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline
 from hookline.sites import PORTS
+
+from .threads import in_threads
 
 
 class Scale(nn.Module):
@@ -313,25 +313,6 @@ def test_a_recorder_of_a_part_counts_that_parts_forwards() -> None:
 
 
 # ---------------------------------------------------------------- threads
-
-
-def in_threads(*tasks: Callable[[], Any]) -> None:
-    failures: list[BaseException] = []
-    start = threading.Barrier(len(tasks))
-
-    def run(task: Callable[[], Any]) -> None:
-        try:
-            start.wait()
-            task()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
 
 
 def test_threads_with_a_model_each() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
+from hookline.cli.parser import Parser, name_of, parser_of
 from hookline.errors import OptionError
 from hookline.launch import Options, run_module, run_script, take_over
 
-__all__ = ["PORTS", "SITES", "Option", "execute", "split"]
+__all__ = ["PORTS", "SITES", "Option", "execute", "parser_for", "split"]
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
 """Names of an option, and what argparse has to know of it."""
@@ -32,6 +34,20 @@ PORTS: Option = (
         "help": "input, output, grad_input, grad_output, or several with commas between (default: output)",
     },
 )
+
+
+def parser_for(command: ModuleType, options: Sequence[Option]) -> Parser:
+    """The options before the script.
+
+    Args:
+        command: As for ``parser_of``.
+        options: Those that the command has.
+    """
+    name = name_of(command)
+    made = parser_of(command, f"[options] script.py [args...]\n       hookline {name} [options] -m module [args...]")
+    for names, settings in options:
+        made.add_argument(*names, **settings)
+    return made
 
 
 def split(argv: Sequence[str], options: Sequence[Option]) -> tuple[list[str], list[str]]:

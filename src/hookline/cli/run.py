@@ -18,8 +18,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hookline.cli.parser import Parser, parser_of
-from hookline.cli.program import PORTS, SITES, Option, execute, split
+from hookline.cli.parser import Parser
+from hookline.cli.program import PORTS, SITES, Option, execute, parser_for, split
 from hookline.errors import OptionError
 from hookline.launch import Options
 
@@ -60,12 +60,7 @@ _OPTIONS: tuple[Option, ...] = (
 
 def parser() -> Parser:
     """The options before the script."""
-    made = parser_of(
-        sys.modules[__name__], "[options] script.py [args...]\n       hookline run [options] -m module [args...]"
-    )
-    for names, settings in _OPTIONS:
-        made.add_argument(*names, **settings)
-    return made
+    return parser_for(sys.modules[__name__], _OPTIONS)
 
 
 def main(argv: Sequence[str], *, own_process: bool) -> int:

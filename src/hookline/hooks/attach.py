@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from hookline.errors import ArgumentError
-from hookline.hooks import functional, fused
 from hookline.hooks.handle import Handle
+from hookline.hooks.presence import tap_begins, tap_ends
 from hookline.hooks.swap import swap, unswap
 from hookline.hooks.tap import Entry, Observer, Tap
 from hookline.hooks.token import TOKEN, original_class
@@ -36,8 +36,7 @@ def attach(module: nn.Module, kind: str, listener: Entry | Observer, *, prepend:
         tap = module.__dict__.get(TOKEN)
         if tap is None or tap.module() is not module:
             tap = Tap(module)
-            fused.tap_begins(tap)
-            functional.tap_begins(tap, module)
+            tap_begins(tap, module)
         swap(module, tap)
         tap.add(kind, listener, prepend)
     return Handle(lambda: _detach(tap, kind, listener))
@@ -53,8 +52,7 @@ def _detach(tap: Tap, kind: str, listener: Entry | Observer) -> None:
         if module is not None and tap.idle and module.__dict__.get(TOKEN) is tap:
             unswap(module)
         if tap.idle:
-            fused.tap_ends(tap)
-            functional.tap_ends(id(tap))
+            tap_ends(tap)
 
 
 def _removed(*args: Any) -> None:

@@ -129,7 +129,9 @@ def _sent_on(
     call: Call, old: Grads, new: Grads, parts: list[tuple[int, Tensor]], width: int
 ) -> list[list[Tensor | None]]:
     """For each place what is sent on; one tensor at several places gets its parts in the order of their coming."""
-    at = [[part for place, part in parts if place == i] for i in range(len(old))] if parts else [[]] * len(old)
+    at: list[list[Tensor]] = [[] for _ in old]
+    for place, part in parts:
+        at[place].append(part)
     sent = [_in_parts(before, grad, own, width) for before, grad, own in zip(old, new, at, strict=True)]
     for first in set(call.groups.values()):
         places = [place for place, group in call.groups.items() if group == first]
@@ -145,11 +147,9 @@ def _are_those_of(parts: Sequence[Tensor], sent: Sequence[Tensor | None]) -> boo
     """Whether the parts of a place are what is sent on from there, so that their order may change."""
     if not parts:
         return sent == [None]
-    if len(parts) == len(sent):
-        return all(
-            part is one or (one is not None and torch.equal(part, one)) for part, one in zip(parts, sent, strict=True)
-        )
-    return False
+    return len(parts) == len(sent) and all(
+        part is one or (one is not None and torch.equal(part, one)) for part, one in zip(parts, sent, strict=True)
+    )
 
 
 def _in_parts(old: Tensor | None, new: Tensor | None, parts: Sequence[Tensor], width: int) -> list[Tensor | None]:

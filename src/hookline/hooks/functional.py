@@ -3,15 +3,13 @@
 ``nn.MultiheadAttention`` computes with ``out_proj.weight`` and never calls ``out_proj``; tied embeddings and layers
 written by hand do the like. While anything is observed, the functions of ``torch.nn.functional`` that take weights are
 wrapped: one that gets the weight and the bias of an observed module, and is the one that this module uses, is a call of
-it.
-Any other use of an observed module's parameter is told to its observers.
+it. Any other use of an observed module's parameter is told to its observers.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -26,9 +24,9 @@ from hookline.hooks.call import run
 from hookline.hooks.running import running
 from hookline.hooks.tap import Tap
 from hookline.hooks.token import original_class
-from hookline.hooks.torch_private import is_tracing_a_graph, script_like
+from hookline.hooks.torch_private import script_like
 
-__all__ = ["owns", "tap_begins", "tap_ends"]
+__all__ = ["add", "forget", "put_in", "take_out"]
 
 
 class _Kind(NamedTuple):
@@ -59,53 +57,33 @@ _KINDS = (
     _Kind("prelu", (nn.PReLU,), bias=None),
 )
 
-_lock = threading.RLock()
 _owners: dict[int, list[weakref.ref[Tap]]] = {}
 """By the id of a parameter, the taps of the modules that have it; an id may outlive its parameter."""
-_ids: dict[int, set[int]] = {}
+_parameters: dict[int, set[int]] = {}
+"""By the id of a tap, the ids of the parameters under which it stands in ``_owners``."""
 _wrapped: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 """The functions and what stands in their place, made once: TorchScript knows functions by their id for good."""
 
 
-def tap_begins(tap: Tap, module: nn.Module) -> None:
-    """One more module is observed: look out for its parameters."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            owns(tap, parameter)
+def add(tap: Tap, parameter: Any) -> None:
+    """Look out for a parameter of a tapped module. The lock of ``presence`` is held."""
+    known = _parameters.setdefault(id(tap), set())
+    if id(parameter) not in known:
+        known.add(id(parameter))
+        _owners.setdefault(id(parameter), []).append(weakref.ref(tap))
 
 
-def owns(tap: Tap, parameter: Any) -> None:
-    """A tapped module has this parameter, perhaps in the place of another."""
-    key = id(tap)
-    with _lock:
-        if key not in _ids:
-            _ids[key] = set()
-            weakref.finalize(tap, _tap_is_gone, key).atexit = False
-        if id(parameter) not in _ids[key]:
-            _ids[key].add(id(parameter))
-            _owners.setdefault(id(parameter), []).append(weakref.ref(tap))
-        if len(_ids) == 1:
-            _wrap()
+def forget(tap_id: int) -> None:
+    """Look out for the parameters of a tap no longer. The lock of ``presence`` is held."""
+    for key in _parameters.pop(tap_id, ()):
+        # Taps that die together take each other's entries along, since their references are dead already.
+        _owners[key] = [ref for ref in _owners.get(key, ()) if (tap := ref()) is not None and id(tap) != tap_id]
+        if not _owners[key]:
+            del _owners[key]
 
 
-def _tap_is_gone(tap_id: int) -> None:
-    """The garbage collector may run in the middle of a compilation, which looks at the functions: not then."""
-    tap_ends(tap_id, keep=is_tracing_a_graph())
-
-
-def tap_ends(tap_id: int, *, keep: bool = False) -> None:
-    """One module less is observed; after the last one the functions are as they were, unless they are to be kept."""
-    with _lock:
-        for key in _ids.pop(tap_id, ()):
-            # Taps that die together take each other's entries along, since their references are dead already.
-            _owners[key] = [ref for ref in _owners.get(key, ()) if (tap := ref()) is not None and id(tap) != tap_id]
-            if not _owners[key]:
-                del _owners[key]
-        if not _ids and not keep:
-            _unwrap()
-
-
-def _wrap() -> None:
+def put_in() -> None:
+    """Wrap the functions; harmless a second time."""
     for kind in _KINDS:
         now = getattr(functional, kind.name)
         original, ours = _wrapped.get(kind.name, (None, None))
@@ -115,7 +93,7 @@ def _wrap() -> None:
         setattr(functional, kind.name, ours)
 
 
-def _unwrap() -> None:
+def take_out() -> None:
     """Put the functions back; one that somebody else has wrapped meanwhile stays, and finds nothing to look for."""
     for name, (original, ours) in _wrapped.items():
         if getattr(functional, name) is ours:
@@ -160,9 +138,8 @@ def _attributed(
             return _as_call(tap, module, function, args, kwargs)
     user = inside[-1] if inside else None
     for tap, _ in found:
-        for observer in tap.plan.observers:
-            if observer.alive:
-                observer.passed_by(kind.name, None if user is None else user.module())
+        for observer in tap.observers:
+            observer.passed_by(kind.name, None if user is None else user.module())
     return function(*args, **kwargs)
 
 

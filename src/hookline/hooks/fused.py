@@ -9,8 +9,6 @@ every other one as before.
 from __future__ import annotations
 
 import functools
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,37 +18,25 @@ from torch import nn
 from hookline.hooks.tap import Tap
 from hookline.hooks.token import TOKEN
 
-__all__ = ["tap_begins", "tap_ends"]
+__all__ = ["put_in", "take_out"]
 
 _CLASSES: tuple[Any, ...] = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-_lock = threading.RLock()
-_taps: dict[int, weakref.ref[Tap]] = {}
 _originals: dict[type, Callable[..., Any]] = {}
 
 
-def tap_begins(tap: Tap) -> None:
-    """One more module is observed."""
-    key = id(tap)
-    with _lock:
-        _taps[key] = weakref.ref(tap, lambda _: _forget(key))
-        if not _originals:
-            for cls in _CLASSES:
-                _originals[cls] = cls.__dict__["forward"]
-                cls.forward = _plain_where_observed(cls.__dict__["forward"])
+def put_in() -> None:
+    """Wrap ``forward`` of the classes; harmless a second time."""
+    if not _originals:
+        for cls in _CLASSES:
+            _originals[cls] = cls.__dict__["forward"]
+            cls.forward = _plain_where_observed(cls.__dict__["forward"])
 
 
-def tap_ends(tap: Tap) -> None:
-    """One module less is observed; after the last one the classes are as they were."""
-    _forget(id(tap))
-
-
-def _forget(key: int) -> None:
-    with _lock:
-        _taps.pop(key, None)
-        if not _taps:
-            while _originals:
-                cls, forward = _originals.popitem()
-                cls.forward = forward  # type: ignore[attr-defined]
+def take_out() -> None:
+    """The classes are as they were."""
+    while _originals:
+        cls, forward = _originals.popitem()
+        cls.forward = forward  # type: ignore[attr-defined]
 
 
 def _plain_where_observed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,6 +62,5 @@ def _taps_below(module: nn.Module) -> list[Tap]:
 
 def _tell(taps: list[Tap], fused: str) -> None:
     for tap in taps:
-        for observer in tap.plan.observers:
-            if observer.alive:
-                observer.plain_path(fused)
+        for observer in tap.observers:
+            observer.plain_path(fused)

@@ -15,7 +15,7 @@ from hookline.hooks.handle import Handle
 from hookline.hooks.tap import Entry
 from hookline.hooks.tensor import register_tensor_hook
 from hookline.hooks.torch_private import at_end_of_backward, graph_task_id
-from hookline.hooks.user_hooks import call_hook
+from hookline.hooks.user_hooks import call_hook, check_callable
 
 __all__ = ["register_multi_grad_hook"]
 
@@ -47,8 +47,7 @@ def register_multi_grad_hook(tensors: Sequence[Tensor], hook: Callable[[Any], No
         raise OptionError("tensors is empty; pass at least one tensor that requires a gradient.")
     if mode not in ("all", "any"):
         raise OptionError(f'mode is "all" or "any", got {mode!r}.')
-    if not callable(hook):
-        raise ArgumentError(f"a hook is a function, got {type(hook).__name__}: {hook!r:.60}")
+    check_callable(hook)
     entry = Entry(hook, site=f"{len(tensors)} tensors")
     collector = _Collector(entry, len(tensors), first_only=mode == "any")
     handles: list[Handle] = []

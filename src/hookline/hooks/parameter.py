@@ -16,6 +16,7 @@ from hookline.hooks.handle import Handle
 from hookline.hooks.tap import Entry, Observer
 from hookline.hooks.tensor import run_tensor_hook
 from hookline.hooks.torch_private import has_hook, hook_again, inner_id
+from hookline.hooks.user_hooks import check_callable
 from hookline.spelling import nearest_clause
 
 __all__ = ["register_parameter_hook"]
@@ -43,10 +44,9 @@ def register_parameter_hook(module: nn.Module, name: str, hook: Callable[[Tensor
         SiteError: There is no such parameter.
         HookError: The parameter requires no gradient.
     """
-    if not isinstance(module, nn.Module):
+    if not isinstance(module, nn.Module):  # a container will do: its parameters have gradients all the same
         check_module(module)
-    if not callable(hook):
-        raise ArgumentError(f"a hook is a function, got {type(hook).__name__}: {hook!r:.60}")
+    check_callable(hook)
     owner, own_name = _owner(module, name)
     watch = _ParameterWatch(own_name, Entry(hook, site=f"{type(owner).__name__}.{own_name}"))
     watch.hold(owner._parameters[own_name])
@@ -67,10 +67,10 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
         )
     path, _, own_name = name.rpartition(".")
     owner = dict(module.named_modules(remove_duplicate=False)).get(path)
-    if owner is None or owner._parameters.get(own_name) is None:
+    parameter = None if owner is None else owner._parameters.get(own_name)
+    if owner is None or parameter is None:
         raise SiteError(_no_parameter(module, owner, name))
-    parameter = owner._parameters[own_name]
-    if parameter is not None and not parameter.requires_grad:
+    if not parameter.requires_grad:
         raise HookError(
             f"no gradient is computed for {type(owner).__name__}.{own_name}: it does not require one. Call "
             "requires_grad_() on it first."

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from hookline.errors import ArgumentError
 from hookline.hooks.attach import attach, check_module
 from hookline.hooks.handle import Handle
 from hookline.hooks.tap import Entry
+from hookline.hooks.user_hooks import check_callable
 
 __all__ = [
     "register_backward_hook",
@@ -119,8 +119,7 @@ def register_backward_hook(module: nn.Module, hook: Callable[..., Any], *, prepe
 def check_hook(module: Any, hook: Any) -> None:
     """Refuse a module or hook that cannot be used, before anything is installed."""
     check_module(module)
-    if not callable(hook):
-        raise ArgumentError(f"a hook is a function, got {type(hook).__name__}: {hook!r:.60}")
+    check_callable(hook)
 
 
 def _site(module: nn.Module, port: str) -> str:

@@ -25,18 +25,19 @@ def snapshot(tensor: Tensor) -> Tensor:
     """
     if transforms_active():
         return full_batch(full_batch(tensor).detach().clone())  # a running transform wraps whatever is made
-    if tensor.is_inference():  # the kept value is to be of use where gradients are computed
-        with torch.inference_mode(False):
-            made = None if tensor.is_quantized or _is_small_part(tensor) else lazy_clone(tensor)
-            return tensor.clone() if made is None else made
+    if tensor.is_inference():
+        with torch.inference_mode(False):  # the kept value is to be of use where gradients are computed
+            return _copied(tensor)
     try:
         alias = tensor.detach()
     except RuntimeError:  # the older vmap, of is_grads_batched and vectorize=True, has no rule for it
         alias = tensor = older_full_batch(tensor)
-    if alias.is_quantized or (tensor.is_leaf and tensor.requires_grad) or _is_small_part(alias):
-        return alias.clone()
-    kept = lazy_clone(alias)
-    return alias.clone() if kept is None else kept
+    return alias.clone() if tensor.is_leaf and tensor.requires_grad else _copied(alias)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    made = None if tensor.is_quantized or _is_small_part(tensor) else lazy_clone(tensor)
+    return tensor.clone() if made is None else made
 
 
 def _is_small_part(tensor: Tensor) -> bool:

@@ -20,9 +20,9 @@ from torch import nn
 
 from hookline.errors import ArgumentError
 from hookline.hooks.call import run
-from hookline.hooks.functional import owns
+from hookline.hooks.presence import owns
 from hookline.hooks.running import running
-from hookline.hooks.token import ORIGINAL, TOKEN, original_class
+from hookline.hooks.token import ORIGINAL, TOKEN, original, original_class
 from hookline.hooks.traced import refuse_tracing
 
 if TYPE_CHECKING:
@@ -93,16 +93,12 @@ def _equal_to_original(metaclass: Any) -> Any:
     """
     if metaclass.__eq__ is not type.__eq__ or metaclass.__hash__ is not type.__hash__:
         return metaclass
-    body = {"__eq__": _same_original, "__hash__": lambda cls: type.__hash__(_original(cls)), ORIGINAL: metaclass}
+    body = {"__eq__": _same_original, "__hash__": lambda cls: type.__hash__(original(cls)), ORIGINAL: metaclass}
     return type.__new__(type(metaclass), metaclass.__name__, (metaclass,), body)
 
 
 def _same_original(cls: type, other: object) -> Any:
-    return _original(cls) is _original(other) if isinstance(other, type) else NotImplemented
-
-
-def _original(cls: Any) -> Any:
-    return cls.__dict__.get(ORIGINAL, cls)
+    return original(cls) is original(other) if isinstance(other, type) else NotImplemented
 
 
 def _new_class(metaclass: Any) -> Callable[..., Any]:
@@ -132,7 +128,7 @@ def _noticing_changes(cls: Any) -> Callable[..., None]:
             cls.__setattr__(self, name, value)
             if isinstance(value, nn.Parameter) and (tap := self.__dict__.get(TOKEN)) is not None:
                 owns(tap, value)
-                for observer in tap.plan.observers:
+                for observer in tap.observers:
                     observer.on_parameter(name, value)
 
     return __setattr__
@@ -165,7 +161,7 @@ def _as_meant(new: Any, module: Any) -> Any:
     has, the tapped one. Removing the last parametrization sets the first base of the class, one level too few.
     """
     if any(ORIGINAL in base.__dict__ for base in new.__bases__):
-        new.__bases__ = tuple(base.__dict__.get(ORIGINAL, base) for base in new.__bases__)
+        new.__bases__ = tuple(map(original, new.__bases__))
         return _with_own_metaclass(new)
     elif new.__name__.startswith("Parametrized") and "parametrizations" not in module._modules:
         return new.__bases__[0]

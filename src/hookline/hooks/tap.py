@@ -114,6 +114,11 @@ class Tap:
         self.plan = _plan(self.listeners)
 
     @property
+    def observers(self) -> list[Observer]:
+        """Those that look on now; one that was removed may still stand in the plan of a running call."""
+        return [observer for observer in self.plan.observers if observer.alive]
+
+    @property
     def idle(self) -> bool:
         """Whether nothing listens any more."""
         return not any(self.listeners.values())

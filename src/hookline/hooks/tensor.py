@@ -12,7 +12,7 @@ from hookline.errors import ArgumentError, HookError
 from hookline.hooks.handle import Handle
 from hookline.hooks.tap import Entry
 from hookline.hooks.torch_private import base_of, graph_task_id, sequence_number, version, version_probe
-from hookline.hooks.user_hooks import ShownGradients, call_hook, replaced_gradients
+from hookline.hooks.user_hooks import ShownGradients, call_hook, check_callable, replaced_gradients
 
 __all__ = ["register_tensor_hook", "run_tensor_hook"]
 
@@ -37,8 +37,7 @@ def register_tensor_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]
     """
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"a tensor hook is put on a torch.Tensor, got {type(tensor).__name__}: {tensor!r:.60}")
-    if not callable(hook):
-        raise ArgumentError(f"a hook is a function, got {type(hook).__name__}: {hook!r:.60}")
+    check_callable(hook)
     if not tensor.requires_grad:
         raise HookError(
             f"no gradient is computed for this tensor of shape {tuple(tensor.shape)}: it does not require one. Call "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["ORIGINAL", "TOKEN", "original_class"]
+__all__ = ["ORIGINAL", "TOKEN", "original", "original_class"]
 
 TOKEN = "_hookline_tap"
 """Key in the module's ``__dict__`` under which its tap lies."""
@@ -15,5 +15,10 @@ ORIGINAL = "__hookline_original__"
 
 def original_class(module: nn.Module) -> type:
     """The class that the module has without Hookline."""
-    found: type = type(module).__dict__.get(ORIGINAL, type(module))
+    return original(type(module))
+
+
+def original(cls: type) -> type:
+    """The class for which a tapped class stands; any other class itself."""
+    found: type = cls.__dict__.get(ORIGINAL, cls)
     return found

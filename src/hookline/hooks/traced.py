@@ -44,9 +44,8 @@ def run_traced(tap: Tap, forward: Callable[..., Any], module: nn.Module, args: A
 
 def _untouched(tracer: str, tap: Tap, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     refuse_tracing(tap, module, tracer)
-    for observer in tap.plan.observers:
-        if observer.alive:
-            observer.untraced(tracer)
+    for observer in tap.observers:
+        observer.untraced(tracer)
     return forward(module, *args, **kwargs)
 
 
@@ -54,7 +53,7 @@ def _exported(tap: Tap, forward: Callable[..., Any], module: nn.Module, args: An
     """Take forward hooks into the exported program, as torch.export does with PyTorch's own."""
     plan = tap.plan
     if not torch.compiler.is_dynamo_compiling():
-        for observer in plan.observers:
+        for observer in tap.observers:
             observer.untraced("torch.export")
     if plan.back or plan.back_pre:
         refuse_tracing(tap, module, "torch.export")

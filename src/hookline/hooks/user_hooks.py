@@ -7,13 +7,31 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookline.errors import HookError, MutationError
+from hookline.errors import ArgumentError, HookError, MutationError
 from hookline.hooks.snapshot import alike
 from hookline.hooks.tap import Entry
 from hookline.hooks.torch_private import version
 from hookline.values import Gradients, Structure, gradients
 
-__all__ = ["ShownGradients", "add_note", "call_hook", "replaced_gradients", "run_post_hook", "run_pre_hook"]
+__all__ = [
+    "ShownGradients",
+    "add_note",
+    "call_hook",
+    "check_callable",
+    "replaced_gradients",
+    "run_post_hook",
+    "run_pre_hook",
+]
+
+
+def check_callable(hook: Any) -> None:
+    """Refuse a hook that is no function.
+
+    Raises:
+        ArgumentError: It cannot be called.
+    """
+    if not callable(hook):
+        raise ArgumentError(f"a hook is a function, got {type(hook).__name__}: {hook!r:.60}")
 
 
 def call_hook(entry: Entry, role: str, *args: Any) -> Any:

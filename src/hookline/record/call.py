@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -101,7 +102,7 @@ class ModuleRecord(_Ports):
     def events(self) -> list[Any]:
         """What was kept, in order."""
         events = list(self._events.values())
-        return sorted(events, key=lambda event: event.order) if self._exchanged else events
+        return sorted(events, key=operator.attrgetter("order")) if self._exchanged else events
 
     @property
     def calls(self) -> tuple[CallRecord, ...]:

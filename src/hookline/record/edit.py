@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hookline.errors import ArgumentError, HookError, OptionError
 from hookline.hooks import Entry, Handle, attach, unreachable
-from hookline.record.places import modules_at, refuse_unreachable
-from hookline.sites import Pattern, Site, resolve
+from hookline.record.places import modules_at, sites_of
+from hookline.sites import Pattern, Site
 from hookline.values import Arguments, Gradients
 
 __all__ = ["Edits", "edit"]
@@ -50,8 +50,7 @@ def edit(model: nn.Module, changes: Mapping[Any, Change]) -> Edits:
                 f"the change at {pattern!r} is a function of the value, got {type(change).__name__}; "
                 "for a constant pass `lambda value: constant`."
             )
-        found = resolve(model, _as_pattern(pattern), ("output",))
-        refuse_unreachable(model, _as_pattern(pattern), found)
+        found = sites_of(model, _as_pattern(pattern), ("output",))
         modules = modules_at(model, found)
         planned += [(site, change) for site in found if not unreachable(modules[site.path])]
     return Edits(model, planned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Iterable, Mapping
@@ -34,8 +35,8 @@ class Evidence:
         tracer: The tracer that looked at a call.
     """
 
-    def __init__(self, module: nn.Module | None = None) -> None:
-        self.gradients_before = () if module is None else _gradients(module)
+    def __init__(self, module: nn.Module) -> None:
+        self.gradients_before = _gradients(module)
         self.lock = threading.Lock()
         self.calls = self.failed = self.no_grad = self.inference = 0
         self.wants_grad = self.input_wants_grad = 0
@@ -105,12 +106,12 @@ def coverage_of(
         evidence: What was noticed, by path.
         forwards: Forwards of the root.
     """
-    asked = list(sites)
-    judge = _Judge(model, modules, evidence, forwards)
-    return Coverage(judge.fate(site) for site in asked)
+    return Coverage(map(_Judge(model, modules, evidence, forwards).fate, sites))
 
 
 class _Judge:
+    """Decides site by site; the arguments are those of ``coverage_of``."""
+
     def __init__(
         self,
         model: nn.Module | None,
@@ -129,7 +130,7 @@ class _Judge:
         )
 
     def fate(self, site: Site) -> Fate:
-        seen = self._evidence.get(site.path) or Evidence()
+        seen = self._evidence[site.path]
         captured = min(seen.captured.get(site.port, 0), seen.calls)
         is_gradient = site.port.startswith("grad")
         if not captured and not is_gradient and seen.empty.get(site.port):
@@ -150,8 +151,8 @@ class _Judge:
             missing = seen.calls - captured
             why = self._no_gradient(site, seen) if site.port.startswith("grad") else self._failed(seen)
             notes.append(f"{missing} of {plural(seen.calls, 'call')} missing: {why}")
-        if self._replaced(site.path):
-            notes.append(f"{self._replaced(site.path)}; later calls were not seen")
+        if replaced := self._replaced(site.path):
+            notes.append(f"{replaced}; later calls were not seen")
         if seen.fused:
             notes.append(f"{seen.fused} ran its plain path in the place of the fused one, which calls no sub-module")
         if seen.used_by:
@@ -201,10 +202,16 @@ class _Judge:
 
     def _got_gradients(self, module: nn.Module, seen: Evidence) -> bool:
         """Whether a parameter has a gradient that it did not have, and no module that was called has it as well."""
-        called = (self._modules.get(path) for path, other in self._evidence.items() if other.calls)
-        shared = {id(p) for other in called if other is not None for p in other.parameters(recurse=False)}
         now = zip(module.parameters(recurse=False), _gradients(module), seen.gradients_before, strict=False)
-        return any(has and not had and id(parameter) not in shared for parameter, has, had in now)
+        return any(has and not had and id(parameter) not in self._of_called for parameter, has, had in now)
+
+    @functools.cached_property
+    def _of_called(self) -> set[int]:
+        """Ids of the parameters of the modules that were called."""
+        called = (self._modules.get(path) for path, seen in self._evidence.items() if seen.calls)
+        return {
+            id(parameter) for module in called if module is not None for parameter in module.parameters(recurse=False)
+        }
 
     def _replaced(self, path: str) -> str:
         """Whether something else stands where the module stood."""

@@ -9,9 +9,9 @@ from torch import nn
 from hookline.errors import SiteError
 from hookline.hooks import unreachable
 from hookline.hooks.torch_private import is_scripted
-from hookline.sites import Pattern, Site, label, named_exactly
+from hookline.sites import Pattern, Site, label, named_exactly, resolve
 
-__all__ = ["modules_at", "refuse_unreachable"]
+__all__ = ["modules_at", "sites_of"]
 
 
 def modules_at(model: nn.Module, sites: Iterable[Site]) -> dict[str, nn.Module]:
@@ -28,27 +28,30 @@ def modules_at(model: nn.Module, sites: Iterable[Site]) -> dict[str, nn.Module]:
     return {path: modules[path] for path in paths}
 
 
-def refuse_unreachable(model: nn.Module, pattern: Pattern, sites: Iterable[Site]) -> None:
-    """Refuse a pattern that gives the very name of a module whose calls cannot be seen, or finds none but such.
-
-    Args:
-        model: The model.
-        pattern: The pattern.
-        sites: What it names.
+def sites_of(model: nn.Module, pattern: Pattern, ports: str | Iterable[str]) -> list[Site]:
+    """The sites that a pattern names, as ``resolve`` finds them.
 
     Raises:
-        SiteError: It does.
+        SiteError: It names nothing, or gives the very name of a module whose calls cannot be seen, or finds none but
+            such.
+        ArgumentError, OptionError: As for ``resolve``.
     """
+    sites = resolve(model, pattern, ports)
     modules = modules_at(model, sites)
     hidden = [path for path, module in modules.items() if unreachable(module)]
-    if not hidden:
-        return
-    exactly = modules if len(hidden) == len(modules) else named_exactly(model, pattern)
-    path = next((path for path in hidden if path in exactly), None)
-    if path is None:
-        return
-    children = [name for name, _ in modules[path].named_children()]
-    advice = f'Name what it holds: "{path + "." * bool(path)}*".' if children else f'Leave it out: "!{label(path)}".'
-    if is_scripted(modules[path]):
+    if hidden:
+        exactly = modules if len(hidden) == len(modules) else named_exactly(model, pattern)
+        for path in hidden:
+            if path in exactly:
+                raise SiteError(_nothing_to_see(path, modules[path]))
+    return sites
+
+
+def _nothing_to_see(path: str, module: nn.Module) -> str:
+    if is_scripted(module):
         advice = f'Record the Python model before torch.jit.script or trace, or leave it out: "!{label(path)}".'
-    raise SiteError(f'nothing can be seen at "{label(path)}": {unreachable(modules[path])}. {advice}')
+    elif any(True for _ in module.children()):
+        advice = f'Name what it holds: "{path + "." * bool(path)}*".'
+    else:
+        advice = f'Leave it out: "!{label(path)}".'
+    return f'nothing can be seen at "{label(path)}": {unreachable(module)}. {advice}'

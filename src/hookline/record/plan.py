@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 
 from hookline.errors import ArgumentError, OptionError
 from hookline.record.coverage import Coverage
-from hookline.record.places import refuse_unreachable
+from hookline.record.places import sites_of
 from hookline.record.policy import Policy, policy
 from hookline.record.recorder import Recorder
 from hookline.record.segment import Mark
 from hookline.report.fates import render, sizes
-from hookline.sites import Pattern, Site, resolve
+from hookline.sites import Pattern, Site
 from hookline.values import Structure, flatten, rebuild
 
 __all__ = ["Plan", "PlannedSite", "plan"]
@@ -105,8 +106,7 @@ def plan(
         SiteError, ArgumentError, OptionError: As for ``record``.
     """
     chosen = policy(keep="all", device=None, dtype=dtype, reduce=reduce, detach=True, budget=None)
-    found = resolve(model, sites, ports)
-    refuse_unreachable(model, sites, found)
+    found = sites_of(model, sites, ports)
     wants_gradients = any(site.port.startswith("grad") for site in found)
     args, named = _own_inputs(example_inputs, kwargs)
     with _random_state(model), _as_before(model) as running:
@@ -123,17 +123,12 @@ class _CountingRecorder(Recorder):
 
     def __init__(self, model: nn.Module, sites: list[Site], policy: Policy) -> None:
         super().__init__(model, sites, policy)
-        self.nbytes: dict[str, int] = {}
+        self.nbytes: Counter[str] = Counter()
 
     def put(self, site: Site, mark: Mark, backward: int, structure: Structure, leaves: list[Any]) -> bool:
         """Count the value."""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if self.policy.reduce is None:
-            size = sum(self.policy.nbytes(tensor) for tensor in tensors)
-        else:
-            kept = [self.policy.capture(tensor, site) for tensor in tensors]
-            size = sum(tensor.numel() * tensor.element_size() for tensor in kept if not tensor.is_meta)
-        self.nbytes[str(site)] = self.nbytes.get(str(site), 0) + size
+        kept = leaves if self.policy.reduce is None else self._as_kept(site, leaves)
+        self.nbytes[str(site)] += self._nbytes(kept)
         return True
 
 

@@ -22,13 +22,13 @@ from hookline.record.coverage import Coverage
 from hookline.record.event import Event
 from hookline.record.evidence import Evidence, coverage_of
 from hookline.record.observer import ModuleObserver
-from hookline.record.places import modules_at, refuse_unreachable
+from hookline.record.places import modules_at, sites_of
 from hookline.record.policy import Policy, policy
 from hookline.record.recording import Recording, module_info
 from hookline.record.segment import Mark
 from hookline.record.spill import Spill, spill_to
 from hookline.record.steps import StepObserver, Steps
-from hookline.sites import PORTS, Pattern, Site, canonical_paths, label, resolve
+from hookline.sites import PORTS, Pattern, Site, canonical_paths, label
 from hookline.store import ModuleInfo
 from hookline.values import Structure, keep
 
@@ -83,8 +83,7 @@ def record(  # noqa: PLR0913 - one option for each thing that can be chosen, all
         CoverageError: At the end of the with-block, with ``strict=True``.
     """
     chosen = policy(keep=keep, device=device, dtype=dtype, reduce=reduce, detach=detach, budget=budget)
-    found = resolve(model, sites, ports)
-    refuse_unreachable(model, sites, found)
+    found = sites_of(model, sites, ports)
     return Recorder(model, found, chosen, spill=None if to is None else spill_to(to, chosen), strict=strict)
 
 
@@ -117,7 +116,7 @@ class Recorder:
         self.recording = Recording(modules=_described(model, modules), info=_info(model, sites))
         self.evidence = {path: Evidence(module) for path, module in modules.items()}
         self._modules = {path: weakref.ref(module) for path, module in modules.items()}
-        self._at = weakref.ref(model)
+        self._model_ref = weakref.ref(model)
         self._spill = spill
         self._strict = strict
         self._budget = None if policy.budget is None else Budget(policy.budget, last_only=policy.keep == "last")
@@ -144,12 +143,13 @@ class Recorder:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()
-        try:
-            self._write_all()
-        except Exception as second:
-            if error is None:
-                raise
-            add_note(error, f"The recording could not be written either: {second}")
+        if self._spill is not None:
+            try:
+                self._spill.finish(self.recording)
+            except Exception as second:
+                if error is None:
+                    raise
+                add_note(error, f"The recording could not be written either: {second}")
         if self._strict and error is None:
             self.recording.coverage.check()
 
@@ -183,11 +183,13 @@ class Recorder:
     def coverage(self) -> Coverage:
         """The fate of every site so far."""
         modules = {path: ref() for path, ref in self._modules.items()}
-        return coverage_of(self._at(), self.sites, modules, self.evidence, self.steps.latest + 1)
+        return coverage_of(self._model_ref(), self.sites, modules, self.evidence, self.steps.latest + 1)
 
     def name_of(self, module: nn.Module | None) -> str | None:
         """How a module is called in messages; None for one that is not recorded."""
-        return next((label(path) for path, ref in self._modules.items() if ref() is module is not None), None)
+        if module is None:
+            return None
+        return next((label(path) for path, ref in self._modules.items() if ref() is module), None)
 
     def _begin_step(self) -> None:
         before = self.steps.begin()
@@ -247,10 +249,6 @@ class Recorder:
             budget.clear()
             size = min(size, budget.limit)  # what is larger alone follows at once
         budget.spend(site, size)
-
-    def _write_all(self) -> None:
-        if self._spill is not None:
-            self._spill.finish(self.recording)
 
     def _as_kept(self, site: Site, leaves: list[Any]) -> list[Any]:
         return [self.policy.capture(leaf, site) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

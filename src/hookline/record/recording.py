@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -54,7 +55,7 @@ class Recording:
     def events(self) -> list[Any]:
         """Every event, in order."""
         events = list(self._events.values())
-        return sorted(events, key=_order) if self._exchanged else events
+        return sorted(events, key=operator.attrgetter("order")) if self._exchanged else events
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.events)
@@ -224,10 +225,6 @@ def module_info(module: nn.Module, aliases: tuple[str, ...] = ()) -> ModuleInfo:
     """What a recording says of a module; a lazy module's parameters count once they have a shape."""
     count = sum(p.numel() for p in module.parameters() if not nn.parameter.is_lazy(p))
     return ModuleInfo(original_class(module).__name__, count, aliases)
-
-
-def _order(event: Any) -> int:
-    return int(event.order)
 
 
 def _asked(sites: Any) -> dict[str, set[str]]:

@@ -52,7 +52,8 @@ class Spill:
         if self._only_at_the_end:
             return False
         with self._lock:
-            self._append(recording)
+            events = self._in_memory(recording)
+            recording.exchange(events, self._open(recording).append(events))
         return True
 
     def finish(self, recording: Recording) -> None:
@@ -68,10 +69,6 @@ class Spill:
                 writer.describe(info=recording.info, modules=recording.modules)
             finally:
                 writer.close()
-
-    def _append(self, recording: Recording) -> None:
-        events = self._in_memory(recording)
-        recording.exchange(events, self._open(recording).append(events))
 
     def _in_memory(self, recording: Recording) -> list[Any]:
         return [event for event in recording.events if not isinstance(event, StoredEvent)]
