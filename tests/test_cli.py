@@ -220,6 +220,12 @@ def test_other_processes_and_threads_of_the_script(tmp_path: Path) -> None:
     ]
 
 
+def test_a_plan_of_a_misspelt_site_stops_and_fails(tmp_path: Path) -> None:
+    name = script(tmp_path, "net = Net()\nfor step in range(3):\n    print(step)\n    net(x)")
+    got = process(*HOOKLINE, "plan", "--sites", "cnov1", name, cwd=tmp_path)
+    assert (got.returncode, got.stdout) == (2, "0\n1\n") and '"conv1"' in got.stderr
+
+
 # ---------------------------------------------------------------- the commands, in this process
 
 

@@ -18,7 +18,6 @@ import hookline
 from hookline.errors import ArgumentError, FormatError, OptionError, SiteError
 from hookline.hooks.roots import RootCalls
 from hookline.launch import Options, run_module, run_script, session
-from hookline.launch.messages import amount
 from hookline.record import Recording
 
 from .spoken import without_coverage
@@ -459,6 +458,30 @@ def test_a_full_budget_ends_the_recording_and_not_the_script(run: Any, capfd: py
     assert result.startswith("hookline: 1 event of 1 step -> run.hookline (")
 
 
+def test_the_coverage_of_a_recording_that_ended_early_claims_nothing_of_later_calls(
+    run: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.wide, self.late, self.head = (nn.Linear(1, n) for n in (1, 1000, 1, 1))
+
+            def forward(self, x, late):
+                y = self.head(self.wide(self.first(x)).sum()[None])
+                return self.late(y) if late else y
+
+        net = Net()
+        for step in range(3):
+            net(torch.ones(1, 1), step == 2).sum().backward()
+        """
+    run(text, budget=2000, steps=None)
+    lines = capfd.readouterr().err.splitlines()
+    missed = {line.split()[2] for line in lines if line.endswith("the recording had ended by then")}
+    assert missed == {"(root):output", "wide:output", "head:output"}
+    assert any("not reached" in line and "late:output" in line for line in lines)
+
+
 def test_a_full_disk_ends_the_recording_and_not_the_script(
     run: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -496,22 +519,6 @@ def test_overwrite_replaces_a_recording_once_there_is_something_to_record(run: A
     run(f"Net()({X})")
     assert run("pass").keys[0][0] == "conv1"
     assert run("nn.ReLU()(torch.ones(1))").keys == [("", "output", 0, 0)]
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 bytes"),
-        (999, "999 bytes"),
-        (1000, "1 kB"),
-        (1_170_000, "1.2 MB"),
-        (999_960, "1 MB"),
-        (2e9, "2 GB"),
-        (5e15, "5000 TB"),
-    ],
-)
-def test_amounts_are_in_decimal_units(count: float, text: str) -> None:
-    assert amount(count) == text
 
 
 @pytest.mark.parametrize(
@@ -817,3 +824,46 @@ def test_a_plan_of_a_script_that_fails_has_its_status(run: Any, capfd: pytest.Ca
 def test_a_plan_of_a_script_without_a_model_says_so(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("x = 1", dry=True).status == 0
     assert capfd.readouterr().err == "hookline: no module was called, so there is nothing to plan.\n"
+
+
+def test_a_plan_whose_patterns_name_nothing_stops_at_the_second_call_of_the_first_model(
+    run: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = f"""
+        relu, net = nn.ReLU(), Net()
+        for step in range(3):
+            print("step", step)
+            relu(relu(net({X})))
+    """
+    assert run(text, sites=("fcc",), dry=True).status == 2
+    said = capfd.readouterr()
+    assert said.out == "step 0\nstep 1\n"
+    warning, last = said.err.splitlines()
+    assert warning.startswith("hookline: warning: ") and '"fcc"' in warning and '"fc"' in warning
+    assert last == "hookline: no module that was called has a chosen site, so there is nothing to plan."
+
+
+def test_a_plan_waits_for_a_later_model_while_the_first_is_not_called_again(
+    run: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = f"""
+        relu, net, head = nn.ReLU(), Net(), nn.Sequential(nn.Linear(3, 2))
+        for step in range(3):
+            print("step", step)
+            head(net(relu(relu({X}))))
+    """
+    assert run(text, sites=("0",), dry=True).status == 0
+    said = capfd.readouterr()
+    assert said.out.startswith("step 0\nstep 1\n  0:output  1 call ") and "step 2" not in said.out
+
+
+@pytest.mark.parametrize(("end", "status"), [("", 2), ("sys.exit(0)", 2), ("sys.exit(5)", 5), ("1 / 0", 1)])
+def test_a_plan_of_a_script_that_ends_before_any_match_fails(
+    run: Any, capfd: pytest.CaptureFixture[str], end: str, status: int
+) -> None:
+    assert run(f"Net()({X})\n{end}", sites=("fcc",), dry=True).status == status
+    assert '"fc"' in capfd.readouterr().err
+
+
+def test_a_run_whose_patterns_name_nothing_keeps_the_status_of_the_script(run: Any) -> None:
+    assert run(f"net = Net()\nnet({X})\nnet({X})", sites=("fcc",)).status == 0

@@ -381,9 +381,18 @@ def test_shapes() -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 bytes"), (1, "1 byte"), (1023, "1,023 bytes"), (1023 << 10, "0.999 MiB"), (3 << 29, "1.5 GiB")],
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (999, "999 bytes"),
+        (1000, "1 kB"),
+        (1_170_000, "1.2 MB"),
+        (999_960, "1 MB"),
+        (2e9, "2 GB"),
+        (5e18, "5000 PB"),
+    ],
 )
-def test_sizes(count: int, text: str) -> None:
+def test_sizes(count: float, text: str) -> None:
     assert size_text(count) == text
 
 

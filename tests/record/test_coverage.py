@@ -97,7 +97,23 @@ def test_a_container(container: nn.Module) -> None:
 )
 def test_a_parameter_that_a_matrix_product_uses(second: Callable[[], nn.Module], function: Any) -> None:
     found = fate(second(), function)
-    assert found[1:] == ("bypassed", 0, "its parameters got gradients, so they were used without calling it")
+    assert found[1:] == ("bypassed", 0, "its parameters got gradients, though no recorded call used them")
+
+
+def test_a_parameter_that_is_used_while_its_gradients_add_up() -> None:
+    module = linear()
+    module(torch.ones(3)).sum().backward()
+    found = fate(module, lambda net, h: h @ net.second.weight)
+    assert found.status == "not reached"
+    assert found.reason.endswith("its gradients were written to, so its parameters may have been used without a call")
+
+
+def test_a_gradient_that_comes_after_the_end_is_no_sign_of_use() -> None:
+    model = Net(linear(), lambda net, h: h)
+    with hookline.record(model) as rec:
+        model(torch.ones(3))
+    model.second(torch.ones(3)).sum().backward()
+    assert rec.coverage["second:output"][1:] == ("not reached", 0, "(root) ran 1 time without calling it")
 
 
 def test_a_gradient_of_an_earlier_step_is_no_sign_of_use() -> None:

@@ -232,7 +232,7 @@ def test_the_budget_is_checked_before_a_value_is_kept() -> None:
     with hookline.record(model, ["0", "1", "2"], budget=330) as rec, pytest.raises(BudgetError) as caught:
         model(x)
     assert str(caught.value) == (
-        "the budget of 330 bytes is full: 320 bytes are kept, 2:output would add 80. "
+        "the budget of 330 bytes is full: 320 bytes are kept, 2:output would add 80 bytes. "
         "Largest sites: 0:output 160 bytes, 1:output 160 bytes. "
         'Record fewer sites, pass reduce=, dtype= or keep="last", or raise budget=.'
     )
@@ -250,7 +250,7 @@ def test_nothing_is_allocated_for_a_value_that_does_not_fit() -> None:
             return x.expand(10**12)
 
     model = Huge()
-    message = r"\(root\):output would add 2,000,000,000,000\. Largest sites: none yet\."
+    message = r"\(root\):output would add 2 TB\. Largest sites: none yet\."
     with hookline.record(model, budget="1GB", dtype=torch.float16), pytest.raises(BudgetError, match=message):
         model(torch.ones(1))
 

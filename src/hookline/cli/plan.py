@@ -5,7 +5,8 @@
 
 The script runs as it is, with everything that it does, to the point where it calls its model for the second time, and
 is stopped there; nothing is recorded. What is printed: calls and bytes of each site in that step, and the sites of
-which nothing would be captured, with the reasons. The exit status is 0, or that of a script that fails before.
+which nothing would be captured, with the reasons. The exit status is 0, or that of a script that fails before, or 2
+when no pattern has matched by the time the script ends or calls its first model once more, where it is stopped too.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ it. Any other use of an observed module's parameter is told to its observers.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 import weakref
@@ -17,7 +18,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from hookline.hooks.call import run
@@ -36,26 +37,41 @@ class _Kind(NamedTuple):
     classes: tuple[type[nn.Module], ...]
     weight: int = 1
     bias: int | None = 2
-    settings: tuple[tuple[str, int], ...] = ()
-    """Attributes of the module that stand behind the bias, and their defaults."""
+    settings: tuple[tuple[str, int, Any], ...] = ()
+    """Attributes of the module that the function takes as well, their places, and what it takes by default."""
 
 
-_CONV = (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
-_CONV_TRANSPOSE = (("stride", 1), ("padding", 0), ("output_padding", 0), ("groups", 1), ("dilation", 1))
+_CONV = (("stride", 3, 1), ("padding", 4, 0), ("dilation", 5, 1), ("groups", 6, 1))
+_CONV_TRANSPOSE = (("stride", 3, 1), ("padding", 4, 0), ("output_padding", 5, 0), ("groups", 6, 1), ("dilation", 7, 1))
+_EMBEDDING = (
+    ("padding_idx", 2, None),
+    ("max_norm", 3, None),
+    ("norm_type", 4, 2.0),
+    ("scale_grad_by_freq", 5, False),
+    ("sparse", 6, False),
+)
+_BATCH_NORM = (
+    ("running_mean", 1, None),
+    ("running_var", 2, None),
+    ("training", 5, False),
+    ("momentum", 6, 0.1),
+    ("eps", 7, 1e-5),
+)
 _KINDS = (
     _Kind("linear", (nn.Linear,)),
-    _Kind("embedding", (nn.Embedding,), bias=None),
+    _Kind("embedding", (nn.Embedding,), bias=None, settings=_EMBEDDING),
     _Kind("conv1d", (nn.Conv1d,), settings=_CONV),
     _Kind("conv2d", (nn.Conv2d,), settings=_CONV),
     _Kind("conv3d", (nn.Conv3d,), settings=_CONV),
     _Kind("conv_transpose1d", (nn.ConvTranspose1d,), settings=_CONV_TRANSPOSE),
     _Kind("conv_transpose2d", (nn.ConvTranspose2d,), settings=_CONV_TRANSPOSE),
     _Kind("conv_transpose3d", (nn.ConvTranspose3d,), settings=_CONV_TRANSPOSE),
-    _Kind("layer_norm", (nn.LayerNorm,), weight=2, bias=3),
-    _Kind("group_norm", (nn.GroupNorm,), weight=2, bias=3),
-    _Kind("batch_norm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), weight=3, bias=4),
+    _Kind("layer_norm", (nn.LayerNorm,), 2, 3, (("normalized_shape", 1, None), ("eps", 4, 1e-5))),
+    _Kind("group_norm", (nn.GroupNorm,), 2, 3, (("num_groups", 1, None), ("eps", 4, 1e-5))),
+    _Kind("batch_norm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), 3, 4, _BATCH_NORM),
     _Kind("prelu", (nn.PReLU,), bias=None),
 )
+_HAND_OVER = "handle_torch_function"
 
 _owners: dict[int, list[weakref.ref[Tap]]] = {}
 """By the id of a parameter, the taps of the modules that have it; an id may outlive its parameter."""
@@ -70,7 +86,8 @@ def add(tap: Tap, parameter: Any) -> None:
     known = _parameters.setdefault(id(tap), set())
     if id(parameter) not in known:
         known.add(id(parameter))
-        _owners.setdefault(id(parameter), []).append(weakref.ref(tap))
+        ref = weakref.ref(tap)  # which may collect garbage, and that forgets taps and their lists
+        _owners[id(parameter)] = [*_owners.get(id(parameter), ()), ref]
 
 
 def forget(tap_id: int) -> None:
@@ -85,12 +102,17 @@ def forget(tap_id: int) -> None:
 def put_in() -> None:
     """Wrap the functions; harmless a second time."""
     for kind in _KINDS:
-        now = getattr(functional, kind.name)
-        original, ours = _wrapped.get(kind.name, (None, None))
-        if now is not ours and now is not original:
-            ours = _watching(kind, now)
-            _wrapped[kind.name] = now, ours
-        setattr(functional, kind.name, ours)
+        _wrap(kind.name, functools.partial(_watching, kind))
+    _wrap(_HAND_OVER, _naming_originals)
+
+
+def _wrap(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    now = getattr(functional, name)
+    original, ours = _wrapped.get(name, (None, None))
+    if now is not ours and now is not original:
+        ours = make(now)
+        _wrapped[name] = now, ours
+    setattr(functional, name, ours)
 
 
 def take_out() -> None:
@@ -98,6 +120,20 @@ def take_out() -> None:
     for name, (original, ours) in _wrapped.items():
         if getattr(functional, name) is ours:
             setattr(functional, name, original)
+
+
+def _naming_originals(hand_over: Callable[..., Any]) -> Callable[..., Any]:
+    """A function in Python hands itself to ``__torch_function__`` by its global name, which is the wrapper's now.
+
+    Subclasses of Tensor and function modes have tables by function, in which only the original stands.
+    """
+
+    @functools.wraps(hand_over)
+    def wrapper(public_api: Any, *args: Any, **kwargs: Any) -> Any:
+        original, ours = _wrapped.get(getattr(public_api, "__name__", ""), (None, None))
+        return hand_over(public_api if ours is None or public_api is not ours else original, *args, **kwargs)
+
+    return wrapper
 
 
 def _watching(kind: _Kind, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,7 +196,13 @@ def _others_that_own(taps: list[weakref.ref[Tap]], weight: Any) -> list[tuple[Ta
 
 def _is_own_use(frame: FrameType, weight: Any) -> bool:
     """Whether the function that called is a method of a module that has the parameter itself, observed or not."""
-    caller = frame.f_locals.get("self")
+    code = frame.f_code
+    if "self" not in code.co_varnames + code.co_cellvars + code.co_freevars:
+        return False
+    names = frame.f_locals
+    caller = names.get("self")
+    if type(names) is dict and code.co_flags & inspect.CO_OPTIMIZED and "locals" not in code.co_names:
+        names.clear()  # before Python 3.13 the frame keeps this copy, and with it every tensor that it had, to its end
     return isinstance(caller, nn.Module) and any(own is weight for own in caller._parameters.values())
 
 
@@ -173,22 +215,32 @@ def _computes_as(kind: _Kind, module: nn.Module) -> bool:
 
 
 def _same_settings(kind: _Kind, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    for place, (name, default) in enumerate(kind.settings, start=3):
+    for name, place, default in kind.settings:
         given = args[place] if len(args) > place else kwargs.get(name, default)
-        own = getattr(module, name)
-        if own != given and not (isinstance(own, tuple) and own == (given,) * len(own)):
+        if not _same(getattr(module, name), given):
             return False
     return True
+
+
+def _same(own: Any, given: Any) -> bool:
+    """Whether a module's setting is the one that a function got; one number stands for as many as there are."""
+    if isinstance(own, Tensor) or isinstance(given, Tensor):
+        return own is given
+    if isinstance(own, tuple):
+        numbers = tuple(given) if isinstance(given, list | tuple) else (given,)
+        return own == (numbers * len(own) if len(numbers) == 1 else numbers)
+    return bool(own == given)
 
 
 def _is_a_call_of(kind: _Kind, module: nn.Module, weight: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call of the module would use the same parameters."""
     if bool(args) == ("input" in kwargs) or module._parameters.get("weight") is not weight:
         return False
-    if kind.bias is None:
-        return True
-    bias = args[kind.bias] if len(args) > kind.bias else kwargs.get("bias")
-    return bias is module._parameters.get("bias") and _same_settings(kind, module, args, kwargs)
+    if kind.bias is not None:
+        bias = args[kind.bias] if len(args) > kind.bias else kwargs.get("bias")
+        if bias is not module._parameters.get("bias"):
+            return False
+    return _same_settings(kind, module, args, kwargs)
 
 
 def _as_call(

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["swap", "unswap"]
 
-_tapped: weakref.WeakValueDictionary[tuple[type, bool], type] = weakref.WeakValueDictionary()
+# Weak on both sides: a key that is held would keep a class beyond the collection that takes its tapped class away.
+_tapped: weakref.WeakKeyDictionary[type, weakref.WeakValueDictionary[bool, type]] = weakref.WeakKeyDictionary()
 
 
 def swap(module: nn.Module, tap: Tap) -> None:
@@ -57,10 +58,10 @@ def unswap(module: nn.Module) -> None:
 
 
 def _subclass(cls: type, own_forward: bool) -> type:
-    made = _tapped.get((cls, own_forward))
+    known = _tapped.setdefault(cls, weakref.WeakValueDictionary())
+    made = known.get(own_forward)
     if made is None:
-        made = _make_subclass(cls, own_forward)
-        _tapped[cls, own_forward] = made
+        made = known[own_forward] = _make_subclass(cls, own_forward)
     return made
 
 
@@ -85,7 +86,9 @@ def _make_subclass(cls: type, own_forward: bool) -> type:
     return _new_class(type(cls))(_equal_to_original(type(cls)), cls.__name__, bases, body)  # type: ignore[no-any-return]
 
 
-@functools.cache
+_equal: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
+
+
 def _equal_to_original(metaclass: Any) -> Any:
     """A metaclass whose classes compare and hash like the class that they stand for.
 
@@ -93,6 +96,15 @@ def _equal_to_original(metaclass: Any) -> Any:
     """
     if metaclass.__eq__ is not type.__eq__ or metaclass.__hash__ is not type.__hash__:
         return metaclass
+    known = _equal.get(metaclass)
+    made = None if known is None else known()
+    if made is None:
+        made = _make_equal(metaclass)
+        _equal[metaclass] = weakref.ref(made)
+    return made
+
+
+def _make_equal(metaclass: Any) -> Any:
     body = {"__eq__": _same_original, "__hash__": lambda cls: type.__hash__(original(cls)), ORIGINAL: metaclass}
     return type.__new__(type(metaclass), metaclass.__name__, (metaclass,), body)
 

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from typing import TextIO
 
-__all__ = ["Messages", "amount"]
+__all__ = ["Messages"]
 
 
 class Messages:
@@ -35,13 +35,3 @@ class Messages:
             if self._stream is not None:
                 self._stream.write(" ".join(text.split()) + "\n")
                 self._stream.flush()
-
-
-def amount(count: float) -> str:
-    """Bytes in decimal units, as ``--budget`` has them: ``1.2 MB``."""
-    if count < 1000:
-        return f"{count:.0f} bytes"
-    units = ["kB", "MB", "GB", "TB"]
-    while (count := count / 1000) >= 999.95 and len(units) > 1:
-        units.pop(0)
-    return f"{count:.1f}".removesuffix(".0") + f" {units[0]}"

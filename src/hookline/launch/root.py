@@ -21,11 +21,11 @@ from hookline.values import Structure, keep
 if TYPE_CHECKING:
     from hookline.launch.session import Session
 
-__all__ = ["Root", "StepPlanned"]
+__all__ = ["Root", "StepPlanned", "stateless_kind"]
 
 
 class StepPlanned(SystemExit):
-    """Ends the script, whose first step has told what there is to know."""
+    """Ends the script, whose first step has told what there is to know; its code is the exit status."""
 
 
 _NO_STEP = -1
@@ -66,11 +66,11 @@ class Root:
     def may_be_followed_by(self, module: nn.Module) -> bool:
         """Whether our module is gone, and one of its class has nothing that would tell it from ours."""
         is_gone = self.module is not None and self.module() is None
-        return is_gone and self._kind is _kind(module) is not None
+        return is_gone and self._kind is stateless_kind(module) is not None
 
     def follow(self, module: nn.Module) -> None:
         """Record this module from its next call on."""
-        self.module, self._kind = weakref.ref(module), _kind(module)
+        self.module, self._kind = weakref.ref(module), stateless_kind(module)
         if self._is_over(self._step + 1):
             return
         recorder = _RootRecorder(module, self, self._step)
@@ -130,7 +130,7 @@ class Root:
             self._gradients_arrived = True
 
 
-def _kind(module: nn.Module) -> type | None:
+def stateless_kind(module: nn.Module) -> type | None:
     """The class of a module that has no state; None for one that has."""
     has_state = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
     return None if has_state else original_class(module)
@@ -166,7 +166,7 @@ class _RootRecorder(Recorder):
     def __init__(self, module: nn.Module, root: Root, latest: int) -> None:
         super().__init__(module, root.sites, Policy())
         self.steps = _OwnSteps(root, latest)
-        self.wanted = root.session.wants
+        self.wanted = root.session.options.wants  # also when the sink is closed: the coverage says what it has missed
         self.on_step = lambda step: root.session.sink.flush()
         self._root = root
 

@@ -27,7 +27,7 @@ def run_script(path: str | os.PathLike[str], args: Sequence[str] = (), options: 
 
     Returns:
         Exit status of the script, 0 to 255, or -2 (SIGINT) when it ended in a KeyboardInterrupt. A traceback has been
-        printed as Python does.
+        printed as Python does. With ``dry``, 2 in the place of 0 when no module that was called has a chosen site.
 
     Raises:
         OptionError: There is no such script, or a recording of that name exists.
@@ -48,7 +48,7 @@ def _run(program: Program, options: Options | None) -> int:
 
 def _called(program: Program, session: Session) -> int:
     try:
-        return call(program.execute)
+        return session.status(call(program.execute))
     except NotFound:
         session.call_off()
         raise

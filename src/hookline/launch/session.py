@@ -13,15 +13,15 @@ from hookline.errors import OptionError
 from hookline.hooks import original_class
 from hookline.hooks.roots import RootCalls
 from hookline.launch.choice import Choice
-from hookline.launch.messages import Messages, amount
+from hookline.launch.messages import Messages
 from hookline.launch.options import Options
-from hookline.launch.root import Root
+from hookline.launch.root import Root, StepPlanned, stateless_kind
 from hookline.launch.sigterm import Sigterm
 from hookline.launch.sink import Sink
 from hookline.launch.tally import Tally
 from hookline.record import Coverage, Plan
 from hookline.report.fates import render
-from hookline.report.text import plural
+from hookline.report.text import plural, size_text
 from hookline.sites import Site
 from hookline.store import check_free
 
@@ -32,6 +32,9 @@ MOST_REASONS = 10
 
 MOST_ROOTS = 100
 """Roots that are recorded, since a script may make ever new ones."""
+
+_NOTHING_CHOSEN = 2
+"""Exit status of a plan whose patterns name nothing in the modules that were called."""
 
 
 class Session:
@@ -65,6 +68,7 @@ class Session:
         self._choice = Choice(options.sites, options.ports)
         self._roots: list[Root] = []
         self._known: dict[int, Root | None] = {}
+        self._unchosen: weakref.ref[nn.Module] | None = None
         self._any_called = False
         self._left_out = 0
         self._concluded = False
@@ -89,13 +93,14 @@ class Session:
         """There is nothing to run after all: say nothing at the end."""
         self._concluded = True
 
+    def status(self, of_program: int) -> int:
+        """The exit status, when the program alone would have this one."""
+        missed = self.options.dry and self._any_called and not self._roots and self._is_ours
+        return of_program or (_NOTHING_CHOSEN if missed else 0)
+
     @property
     def _is_ours(self) -> bool:
         return os.getpid() == self._sigterm.pid
-
-    def wants(self, step: int) -> bool:
-        """Whether a step is recorded, of whatever root."""
-        return self.options.wants(step) and self.sink.is_open
 
     # ------------------------------------------------------------ roots
 
@@ -109,8 +114,21 @@ class Session:
             root = self._root_of(module)
             if root is not None:
                 root.before_call()
+            elif self.options.dry and not self._roots:
+                self._call_without_sites(module)
         except Exception as error:
             self.sink.stop(f"{original_class(module).__name__}: {error}")
+
+    def _call_without_sites(self, module: nn.Module) -> None:
+        """Stop a plan when the first model is called once more and no pattern has named anything so far.
+
+        Raises:
+            StepPlanned: It is.
+        """
+        if self._unchosen is None:
+            self._unchosen = weakref.ref(module) if stateless_kind(module) is None else None
+        elif self._unchosen() is module:
+            raise StepPlanned(_NOTHING_CHOSEN)
 
     def _after_call(self, module: nn.Module) -> None:
         root = self._known.get(id(module))
@@ -214,7 +232,7 @@ class Session:
     def _result(self) -> str:
         if isinstance(self.sink, Sink) and self.sink.exists:
             counts = f"{plural(self.sink.events, 'event')} of {plural(len(self.sink.steps), 'step')}"
-            return f"{counts} -> {self._shown} ({amount(_size(self._folder))})"
+            return f"{counts} -> {self._shown} ({size_text(_size(self._folder))})"
         what = "no module that was called has a chosen site" if self._any_called else "no module was called"
         return f"{what}, so there is {'nothing to plan' if self.options.dry else 'no recording'}."
 

@@ -12,10 +12,11 @@ from typing import Any
 
 from hookline.errors import ArgumentError
 from hookline.launch.apart import run_apart
-from hookline.launch.messages import Messages, amount
+from hookline.launch.messages import Messages
 from hookline.launch.sigterm import Sigterm
 from hookline.record import Event
 from hookline.record.segment import Mark
+from hookline.report.text import size_text
 from hookline.sites import Site
 from hookline.store import ModuleInfo, Writer
 
@@ -149,9 +150,9 @@ class Sink:
         return True
 
     def _full(self, site: Site, size: int) -> str:
-        names = ", ".join(f"{where} {amount(count)}" for where, count in self._held.most_common(3)) or "none"
+        names = ", ".join(f"{where} {size_text(count)}" for where, count in self._held.most_common(3)) or "none"
         return (
-            f"{site} needs {amount(size)}, and of the budget of {amount(self._budget)} for a step "
-            f"{amount(self._total)} are taken; largest sites: {names}. Choose less with --sites or --ports, or raise "
-            "--budget"
+            f"{site} needs {size_text(size)}, and of the budget of {size_text(self._budget)} for a step "
+            f"{size_text(self._total)} are taken; largest sites: {names}. Choose less with --sites or --ports, or "
+            "raise --budget"
         )

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 
 from hookline.errors import BudgetError
+from hookline.report.text import size_text
 from hookline.sites import Site
 
 __all__ = ["Budget"]
@@ -59,9 +60,9 @@ class Budget:
         self._by_site[site] += size
 
     def _message(self, site: Site, size: int) -> str:
-        largest = ", ".join(f"{place} {count:,} bytes" for place, count in self._by_site.most_common(3) if count)
+        largest = ", ".join(f"{place} {size_text(count)}" for place, count in self._by_site.most_common(3) if count)
         return (
-            f"the budget of {self.limit:,} bytes is full: {self._used:,} bytes are kept, {site} would add {size:,}. "
-            f'Largest sites: {largest or "none yet"}. Record fewer sites, pass reduce=, dtype= or keep="last", '
-            "or raise budget=."
+            f"the budget of {size_text(self.limit)} is full: {size_text(self._used)} are kept, {site} would add "
+            f"{size_text(size)}. Largest sites: {largest or 'none yet'}. Record fewer sites, pass reduce=, dtype= or "
+            'keep="last", or raise budget=.'
         )

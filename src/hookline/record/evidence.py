@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hookline.hooks import original_class, unreachable
-from hookline.hooks.torch_private import is_compiled
+from hookline.hooks.torch_private import is_compiled, version
 from hookline.record.coverage import BYPASSED, CAPTURED, NOT_REACHED, Coverage, Fate
 from hookline.report.text import plural
 from hookline.sites import Site, label
@@ -160,7 +160,7 @@ class _Judge:
         return "; ".join(notes)
 
     def _failed(self, seen: Evidence) -> str:
-        return f"it raised {seen.error}" if seen.failed else "the recording had ended before the call did"
+        return f"it raised {seen.error}" if seen.failed else "the recording had ended by then"
 
     def _no_gradient(self, site: Site, seen: Evidence) -> str:
         if seen.failed == seen.calls:
@@ -190,20 +190,27 @@ class _Judge:
         for reason in self._passed_by(path, module, seen):
             if reason:
                 return BYPASSED, reason
-        return NOT_REACHED, self._above(path, module)
+        reason = self._above(path, module)
+        if module is not None and self._changed_gradients(module, seen):
+            reason += "; its gradients were written to, so its parameters may have been used without a call"
+        return NOT_REACHED, reason
 
     def _passed_by(self, path: str, module: nn.Module | None, seen: Evidence) -> Iterable[str | None]:
         yield seen.used_by and f"{seen.used_by}, without calling it"
         yield seen.tracer and f"{seen.tracer} looked at it; what was traced runs without it"
         yield self._replaced(path)
         yield self._compiled(path)
-        if module is not None and self._got_gradients(module, seen):
-            yield "its parameters got gradients, so they were used without calling it"
+        if module is not None and any(before is None for before in self._changed_gradients(module, seen)):
+            yield "its parameters got gradients, though no recorded call used them"
 
-    def _got_gradients(self, module: nn.Module, seen: Evidence) -> bool:
-        """Whether a parameter has a gradient that it did not have, and no module that was called has it as well."""
+    def _changed_gradients(self, module: nn.Module, seen: Evidence) -> list[object]:
+        """The gradients that parameters had before, where they have others now; not those that a called module has."""
         now = zip(module.parameters(recurse=False), _gradients(module), seen.gradients_before, strict=False)
-        return any(has and not had and id(parameter) not in self._of_called for parameter, has, had in now)
+        return [
+            before
+            for parameter, gradient, before in now
+            if gradient not in (None, before) and id(parameter) not in self._of_called
+        ]
 
     @functools.cached_property
     def _of_called(self) -> set[int]:
@@ -258,7 +265,9 @@ class _Judge:
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def _gradients(module: nn.Module) -> tuple[bool, ...]:
-    """Of each of the module's own parameters, whether it has a gradient."""
-    parameters = module.parameters(recurse=False)
-    return tuple(not nn.parameter.is_lazy(parameter) and parameter.grad is not None for parameter in parameters)
+def _gradients(module: nn.Module) -> tuple[tuple[int, int | None] | None, ...]:
+    """Of each of the module's own parameters, which gradient it has, and how often that was written."""
+    gradients = (
+        None if nn.parameter.is_lazy(parameter) else parameter.grad for parameter in module.parameters(recurse=False)
+    )
+    return tuple(None if gradient is None else (id(gradient), version(gradient)) for gradient in gradients)

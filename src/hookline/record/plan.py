@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.errors import ArgumentError, OptionError
+from hookline.errors import ArgumentError
 from hookline.record.coverage import Coverage
 from hookline.record.places import sites_of
 from hookline.record.policy import Policy, policy
 from hookline.record.recorder import Recorder
+from hookline.record.rehearsal import as_before, gradients_aside, leaves_of, own_inputs, random_state
 from hookline.record.segment import Mark
 from hookline.report.fates import render, sizes
 from hookline.sites import Pattern, Site
-from hookline.values import Structure, flatten, rebuild
+from hookline.spelling import kind
+from hookline.values import Structure, flatten
 
 __all__ = ["Plan", "PlannedSite", "plan"]
 
@@ -83,16 +82,20 @@ def plan(
 ) -> Plan:
     """Run the model once and tell which sites ``record`` would capture, with how many calls and bytes.
 
-    Nothing is kept, and nothing changes: the pass runs on a deep copy, with copies of the inputs, and random state is
-    put back. A model that cannot be copied, or has a ``forward`` of its own instance, runs itself: parameters,
-    gradients and buffers are put back then, and only what it keeps in Python attributes may change. PyTorch's own
-    hooks run as in any pass.
+    Nothing is kept, and nothing changes: the pass runs on a deep copy, with copies of the inputs, and gradients and
+    random state are put back, also those of tensors that ``loss`` brings along. A model that cannot be copied, or has a
+    ``forward`` of its own instance, runs itself: its attributes, what stands in lists, dicts and sets there, and the
+    values, shapes and gradients of its tensors are put back then, and only what it keeps deeper in objects of its own
+    may change. An input that cannot be copied, such as a lock or an open file, goes in as it is. PyTorch's own hooks
+    run as in any pass.
 
     Args:
         model: As for ``record``.
         sites: As for ``record``.
         example_inputs: What the model is called with.
-        ports: As for ``record``. For gradients a backward pass runs as well.
+        ports: As for ``record``. For gradients a backward pass runs as well. With ``"input"`` and ``"output"`` alone
+            none runs, so a module whose parameters are only used without a call is "not reached" here, where a record
+            around a backward pass says "bypassed".
         kwargs: Keyword arguments of the call.
         dtype: As for ``record``.
         reduce: As for ``record``.
@@ -103,18 +106,23 @@ def plan(
         The plan; ``.nbytes`` is what ``Recording.nbytes`` of one step will be.
 
     Raises:
-        SiteError, ArgumentError, OptionError: As for ``record``.
+        SiteError, ArgumentError, OptionError: As for ``record``. ArgumentError also when the inputs stand in the place
+            of the sites, for an input that the pass would use up, such as a generator, and for a loss that gives no
+            number.
+        Exception: Of the model, or of what could not be put back; all the rest is put back before.
     """
+    if any(isinstance(leaf, (Tensor, np.ndarray)) for leaf in flatten(sites)[0]):
+        raise ArgumentError(f'sites: got {kind(sites)}; they come before the inputs: hookline.plan(model, "**", x).')
     chosen = policy(keep="all", device=None, dtype=dtype, reduce=reduce, detach=True, budget=None)
     found = sites_of(model, sites, ports)
     wants_gradients = any(site.port.startswith("grad") for site in found)
-    args, named = _own_inputs(example_inputs, kwargs)
-    with _random_state(model), _as_before(model) as running:
+    with random_state(model), as_before(model) as (running, memo):
+        args, named = own_inputs(example_inputs, kwargs, memo)
         recorder = _CountingRecorder(running, found, chosen)
         with recorder:
             output = running(*args, **named)
             if wants_gradients:
-                _backward(output, loss)
+                _backward(running, output, loss)
     return Plan(recorder.recording.coverage, recorder.nbytes)
 
 
@@ -132,86 +140,15 @@ class _CountingRecorder(Recorder):
         return True
 
 
-def _own_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    """Copies of the tensors, which the model may write to and backward gives gradients to."""
-    given = args, dict(kwargs or {})
-    leaves, structure = flatten(given)
-    own = [_own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return rebuild(given, structure, own)  # type: ignore[no-any-return]
-
-
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-@contextlib.contextmanager
-def _random_state(model: nn.Module) -> Iterator[None]:
-    """The random state of Python, NumPy and torch afterwards as before."""
-    devices = {tensor.device.index for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-@contextlib.contextmanager
-def _as_before(model: nn.Module) -> Iterator[nn.Module]:
-    """A copy to run; the model itself where it cannot be copied, with its tensors afterwards as before.
-
-    A ``forward`` of an instance would lead back from the copy to the model.
-    """
-    copied = None
-    if not any("forward" in vars(module) for module in model.modules()):
-        with contextlib.suppress(Exception):  # whatever the model holds: a lock, an open file, a tensor with a graph
-            copied = copy.deepcopy(model)
-    if copied is not None:
-        for parameter in copied.parameters():
-            parameter.grad = None
-        yield copied
-        return
-    if any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
-        raise OptionError("this lazy model cannot be copied, and a dry pass would give it shapes; call it once first.")
-    kept = [_Kept(module, name, tensor) for module in model.modules() for name, tensor in _tensors_of(module)]
-    try:
-        for one in kept:
-            one.tensor.grad = None
-        yield model
-    finally:
-        for one in kept:
-            one.put_back()
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    return ((name, tensor) for name, tensor in named if not tensor.is_meta)
-
-
-class _Kept:
-    """A parameter or buffer of a module, its value and its gradient."""
-
-    def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
-        self.module, self.name, self.tensor = module, name, tensor
-        self.value, self.grad = tensor.detach().clone(), tensor.grad if tensor.is_leaf else None
-
-    def put_back(self) -> None:
-        if getattr(self.module, self.name, None) is not self.tensor:
-            setattr(self.module, self.name, self.tensor)
-        if not torch.equal(self.tensor, self.value):
-            with torch.no_grad():
-                self.tensor.copy_(self.value)
-        self.tensor.grad = self.grad
-
-
-def _backward(output: Any, loss: Callable[[Any], Tensor] | None) -> None:
+def _backward(model: nn.Module, output: Any, loss: Callable[[Any], Tensor] | None) -> None:
     root = _sum(output) if loss is None else loss(output)
     if not isinstance(root, Tensor) or root.numel() != 1:
         shape = f"shape {tuple(root.shape)}" if isinstance(root, Tensor) else type(root).__name__
         raise ArgumentError(f"loss returned {shape}; it must return one number as a tensor.")
     if root.requires_grad:
-        root.backward()  # type: ignore[no-untyped-call]
+        own = set(map(id, model.parameters()))  # whose gradients the coverage looks at
+        with gradients_aside(leaf for leaf in leaves_of(root) if id(leaf) not in own):
+            root.backward()  # type: ignore[no-untyped-call]
 
 
 def _sum(output: Any) -> Tensor:

@@ -124,6 +124,7 @@ class Recorder:
         self._observers: list[StepObserver | ModuleObserver] = []
         self._orders = itertools.count()
         self._replacing = threading.Lock()
+        self._final: Coverage | None = None
 
     @property
     def step(self) -> int:
@@ -177,11 +178,14 @@ class Recorder:
         self._observers.clear()
         self.model = None
         if handles:
-            self.recording.watched_by(None, coverage=self.coverage().to_json())
+            self._final = self.coverage()
+            self.recording.watched_by(None, coverage=self._final.to_json())
             self.on_step(self.step)
 
     def coverage(self) -> Coverage:
-        """The fate of every site so far."""
+        """The fate of every site so far; what happens to the model after the end is none of it."""
+        if self._final is not None:
+            return self._final
         modules = {path: ref() for path, ref in self._modules.items()}
         return coverage_of(self._model_ref(), self.sites, modules, self.evidence, self.steps.latest + 1)
 

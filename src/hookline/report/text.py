@@ -33,7 +33,6 @@ __all__ = [
 ABSENT = "\u2013"
 """Stands in a cell where there is nothing to say."""
 
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _DTYPES = ((r"^bfloat", "bf"), (r"float", "f"), (r"uint", "u"), (r"int", "i"), (r"^complex", "c"), (r"_", ""))
 
 
@@ -55,14 +54,14 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def size_text(count: int) -> str:
-    """Bytes in the largest binary unit that leaves at least 1."""
-    if count < 1024:
-        return plural(count, "byte")
-    power = 1
-    while count / 1024**power >= 999.5 and power < len(_UNITS):
-        power += 1
-    return f"{count / 1024**power:.3g} {_UNITS[power - 1]}"
+def size_text(count: float) -> str:
+    """Bytes in decimal units, as budgets are given: ``1.2 MB``."""
+    if count < 1000:
+        return plural(int(count), "byte")
+    units = ["kB", "MB", "GB", "TB", "PB"]
+    while (count := count / 1000) >= 999.95 and len(units) > 1:
+        units.pop(0)
+    return f"{count:.1f}".removesuffix(".0") + f" {units[0]}"
 
 
 def shape_text(tensor: Tensor) -> str:
