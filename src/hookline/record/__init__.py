@@ -9,6 +9,7 @@ from hookline.record.event import Event
 from hookline.record.plan import Plan, plan
 from hookline.record.recorder import Recorder, record
 from hookline.record.recording import Recording, load
+from hookline.record.rows import RowPlace, Rows
 
 __all__ = [
     "CallRecord",
@@ -20,6 +21,8 @@ __all__ = [
     "Plan",
     "Recorder",
     "Recording",
+    "RowPlace",
+    "Rows",
     "edit",
     "load",
     "plan",

@@ -124,13 +124,17 @@ class ModuleRecord(_Ports):
     def _value(self, port: str) -> Any:
         having = [place for place, call in enumerate(self.calls) if any(event.port == port for event in call.events)]
         if not having:
-            raise SiteError(_missing(label(self.path), port, self._asked, self.events))
+            raise SiteError(self.missing(port))
         if len(having) > 1:
             raise SiteError(
                 f"{label(self.path)} has {len(having)} calls with a recorded {port}; say which: "
                 f".calls[{having[0]}].{port} to .calls[{having[-1]}].{port}."
             )
         return self.calls[having[0]]._value(port)
+
+    def missing(self, port: str) -> str:
+        """Why there is no value at a port."""
+        return _missing(label(self.path), port, self._asked, self.events)
 
     def __len__(self) -> int:
         return len(self.calls)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from hookline.stats.summary import Summary, summarize
@@ -40,6 +43,25 @@ class Event:
         """Value path and tensor of each tensor in the value."""
         root = "args" if self.port in ("input", "grad_input") else "output"
         return [(path, leaf) for path, leaf in walk(self.value, root) if isinstance(leaf, Tensor)]
+
+    def leaf(self, place: int) -> Tensor:
+        """The tensor at a place among the leaves."""
+        return self.leaves()[place][1]
+
+    def span(self, place: int) -> tuple[npt.NDArray[np.uint8], int] | None:
+        """The tensor's memory as bytes, and where in them it begins; None where it is not plain memory of the CPU.
+
+        The bytes are not to be written.
+        """
+        tensor = self.leaf(place).detach()
+        plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
+        if not plain or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+            return None
+        return tensor.reshape(-1).view(torch.uint8).numpy(), 0
+
+    def layouts(self) -> list[tuple[str, torch.dtype, torch.Size]]:
+        """Value path, dtype and shape of each tensor in the value."""
+        return [(path, leaf.dtype, leaf.shape) for path, leaf in self.leaves()]
 
     def summaries(self) -> dict[str, Summary]:
         """Statistics of each tensor, by value path."""

@@ -15,8 +15,9 @@ from hookline.errors import SiteError
 from hookline.hooks import original_class
 from hookline.record.call import ModuleRecord
 from hookline.record.coverage import Coverage
+from hookline.record.rows import Rows
 from hookline.report.rows import choose, select_events
-from hookline.sites import PORTS, ROOT_LABEL, Pattern, label, match_paths, nearest
+from hookline.sites import PORTS, ROOT_LABEL, Pattern, Site, label, match_paths, nearest
 from hookline.store import ModuleInfo
 
 __all__ = ["Recording", "load", "module_info"]
@@ -129,6 +130,28 @@ class Recording:
         chosen = choose(sites, list(self.modules))
         part._part = [text for text in self.coverage if _place(text) in chosen]
         return part
+
+    def rows(self, site: Site | str, *, leaf: str | None = None) -> Rows:
+        """All rows of a site, over its calls, steps and writers, as one array with random access.
+
+        Args:
+            site: Such as ``"h.3:output"``.
+            leaf: Value path of the tensor where the values hold several, such as ``"output[0]"``.
+
+        Returns:
+            ``rows[7]`` is a row, ``rows[10:20]`` and ``rows[[3, 1, 4]]`` are tensors of rows, ``rows.place(7)`` says
+            step and call. Rows of values that are recorded later are not in it.
+
+        Raises:
+            SiteError: Nothing was recorded at the site, or there is no tensor at ``leaf``.
+            OptionError: ``leaf`` is needed, or the values differ in dtype or in the shape of a row.
+        """
+        wanted = site if isinstance(site, Site) else Site.parse(site)
+        record = self[wanted.path]
+        events = [event for event in record.events if event.port == wanted.port]
+        if not events:
+            raise SiteError(record.missing(wanted.port))
+        return Rows(wanted, events, leaf)
 
     def to_dict(self) -> dict[str, dict[str, list[Any]]]:
         """``{path: {port: [value of each call]}}``, with the tensors themselves."""

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from hookline.stats.summary import Summary
 from hookline.store import format as layout
 from hookline.store.folders import read_head
 from hookline.store.format import HEAD, MANIFEST, EventLine, ModuleInfo, TensorLine
-from hookline.store.shard import Shard, meta_tensor, open_regular
+from hookline.store.shard import Shard, meta_tensor, open_regular, torch_dtype
 from hookline.store.strict_json import DAMAGED, fault
 from hookline.store.structure import decode
 
@@ -53,6 +56,22 @@ class StoredEvent:
     def leaves(self) -> list[tuple[str, Tensor]]:
         """Value path and tensor of each tensor of the value, in order."""
         return [(line.path, self._tensor(line)) for line in self._tensors]
+
+    def leaf(self, place: int) -> Tensor:
+        """The tensor at a place among the leaves; the others are not touched."""
+        return self._tensor(self._tensors[place])
+
+    def span(self, place: int) -> tuple[npt.NDArray[np.uint8], int] | None:
+        """The bytes of the shard that holds the tensor at a place among the leaves, and where in them it begins.
+
+        None where there are no data. The bytes are not to be written.
+        """
+        line = self._tensors[place]
+        return None if self._shard is None or not line.data else self._shard.span(line)
+
+    def layouts(self) -> list[tuple[str, torch.dtype, torch.Size]]:
+        """Value path, dtype and shape of each tensor of the value, from the manifest."""
+        return [(line.path, torch_dtype(line.dtype, self._place), torch.Size(line.shape)) for line in self._tensors]
 
     def summaries(self) -> dict[str, Summary]:
         """Statistics by value path, from the manifest; the tensors are not touched."""

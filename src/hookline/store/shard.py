@@ -101,14 +101,26 @@ class Shard:
         Raises:
             FormatError: The file is truncated, damaged or hostile, or does not hold that tensor.
         """
-        dtype, found = _torch_dtype(line.dtype, self.path), self._find(line)
-        begin, count = self._header.start + found.begin, (found.end - found.begin) // dtype.itemsize
+        dtype, (begin, end) = torch_dtype(line.dtype, self.path), self._place(line)
+        count = (end - begin) // dtype.itemsize
         if not count:  # torch maps nothing where there is nothing
             return torch.frombuffer(bytearray(dtype.itemsize), dtype=dtype)[:0].view(line.shape)
         data = self._mapped
         if begin % dtype.itemsize:  # not aligned: not written by Hookline
             data, begin = data[begin : begin + count * dtype.itemsize].copy(), 0
         return torch.frombuffer(data, dtype=dtype, count=count, offset=begin).view(line.shape)
+
+    def span(self, line: TensorLine) -> tuple[npt.NDArray[np.uint8], int]:
+        """The file as bytes, mapped privately, and where in it the tensor begins.
+
+        Raises:
+            FormatError: As for ``tensor``.
+        """
+        return self._mapped, self._place(line)[0]
+
+    def _place(self, line: TensorLine) -> tuple[int, int]:
+        found = self._find(line)
+        return self._header.start + found.begin, self._header.start + found.end
 
     def _find(self, line: TensorLine) -> header.Entry:
         found, storage = self._header.entries.get(line.name), STORAGE[line.dtype]
@@ -141,10 +153,15 @@ class Shard:
 
 def meta_tensor(line: TensorLine, place: object) -> Tensor:
     """A tensor of which only shape and dtype were kept."""
-    return torch.empty(line.shape, dtype=_torch_dtype(line.dtype, place), device="meta")
+    return torch.empty(line.shape, dtype=torch_dtype(line.dtype, place), device="meta")
 
 
-def _torch_dtype(name: str, place: object) -> torch.dtype:
+def torch_dtype(name: str, place: object) -> torch.dtype:
+    """The dtype of that name.
+
+    Raises:
+        FormatError: This release of torch has none.
+    """
     dtype = _DTYPES.get(name)
     if dtype is None:
         raise fault(place, f"torch {torch.__version__} has no dtype {name}", "Update PyTorch to read this recording.")
