@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hookline.record.call import CallRecord, ModuleRecord
 from hookline.record.coverage import Coverage, Fate
+from hookline.record.dataset import Batches
 from hookline.record.edit import Edits, edit
 from hookline.record.event import Event
 from hookline.record.plan import Plan, plan
@@ -12,6 +13,7 @@ from hookline.record.recording import Recording, load
 from hookline.record.rows import RowPlace, Rows
 
 __all__ = [
+    "Batches",
     "CallRecord",
     "Coverage",
     "Edits",

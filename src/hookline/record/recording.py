@@ -5,16 +5,17 @@ from __future__ import annotations
 import operator
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from hookline import store
-from hookline.errors import SiteError
+from hookline.errors import OptionError, SiteError
 from hookline.hooks import original_class
 from hookline.record.call import ModuleRecord
 from hookline.record.coverage import Coverage
+from hookline.record.dataset import Batches
 from hookline.record.rows import Rows
 from hookline.report.rows import choose, select_events
 from hookline.sites import PORTS, ROOT_LABEL, Pattern, Site, label, match_paths, nearest
@@ -152,6 +153,29 @@ class Recording:
         if not events:
             raise SiteError(record.missing(wanted.port))
         return Rows(wanted, events, leaf)
+
+    def dataset(self, sites: Site | str | Sequence[Site | str], **options: Any) -> Batches:
+        """Batches of the rows of some sites, for training on what was recorded.
+
+        Args:
+            sites: One site or several, such as ``["h.3:output", "head:output"]``; several must have the same rows.
+            options: ``batch_size=256``; ``shuffle=False``; ``seed=0``, which repeats the order; ``window=65_536``, the
+                rows that are shuffled together, of values that are shuffled themselves; ``drop_last=False``;
+                ``rank`` and ``world_size``, which are those of torchrun by default: each rank has batches of its own,
+                none twice and none left out, unless ``drop_last`` gives every rank as many.
+
+        Returns:
+            A map-style dataset of whole batches, ``{"h.3:output": rows, "row": numbers}``; for a ``DataLoader`` with
+            ``batch_size=None``.
+
+        Raises:
+            SiteError: As for ``rows``.
+            OptionError: An option cannot be used, or the sites have different rows.
+        """
+        several = [sites] if isinstance(sites, (Site, str)) else list(sites)
+        if not several:
+            raise OptionError('sites: got none, wanted one or more such as "h.3:output".')
+        return Batches([self.rows(site) for site in several], **options)
 
     def to_dict(self) -> dict[str, dict[str, list[Any]]]:
         """``{path: {port: [value of each call]}}``, with the tensors themselves."""

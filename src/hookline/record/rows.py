@@ -76,8 +76,18 @@ class Rows(Sequence[Tensor]):
         counts = [other[0] if other else 1 for _, _, _, other in found]
         self._ends: npt.NDArray[np.int64] = np.cumsum(counts, dtype=np.int64)
         self.shape = torch.Size((int(self._ends[-1]), *shape[1:]))
+        self._forget()
+
+    def _forget(self) -> None:
         self._value = functools.lru_cache(maxsize=_OPEN)(self._read)
         self._spans: _Spans | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_value", "_spans")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -86,6 +96,14 @@ class Rows(Sequence[Tensor]):
     def nbytes(self) -> int:
         """Bytes of all rows."""
         return int(self.shape.numel() * self.dtype.itemsize)
+
+    def origins(self) -> list[tuple[int, int, int, int]]:
+        """Step, call, backward pass and number of rows of each value, in order."""
+        counts = np.diff(self._ends, prepend=0).tolist()
+        return [
+            (event.step, event.call, event.backward, count)
+            for (event, _), count in zip(self._values, counts, strict=True)
+        ]
 
     def place(self, index: int) -> RowPlace:
         """Where a row comes from.

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +87,10 @@ class Shard:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._seen = _identity(check_regular(path))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which maps the file itself."""
+        return {"path": self.path, "_seen": self._seen}
 
     @property
     def size(self) -> int:
