@@ -19,7 +19,8 @@ from hookline.store import ModuleInfo, shard, strict_json
 from hookline.store.format import TensorLine
 
 NAME = "0/a:output/0/output"
-HEAD, MANIFEST, SHARD = "recording.json", "writer-0000/manifest.jsonl", "writer-0000/shard-00000.safetensors"
+WRITER = "w00000-a1b2c3"
+HEAD, MANIFEST, SHARD = "recording.json", f"{WRITER}/manifest.jsonl", f"{WRITER}/000000.safetensors"
 
 
 @pytest.fixture
