@@ -208,9 +208,7 @@ def test_an_append_that_needs_too_long_a_line_is_cut(tmp_path: Path, monkeypatch
     with Writer(tmp_path / "run", info={}, modules={}) as writer:
         written = writer.append([*map(event, range(20)), Event(20, 0, "b", "output", 0, 0, None)])
         before = files(tmp_path)
-        with pytest.raises(
-            store.appender.ArgumentError, match="need a manifest line of [0-9]+ bytes, at most 2000 are"
-        ):
+        with pytest.raises(store.appender.ArgumentError, match=r"need a manifest line of \d+ bytes, at most 2000 are"):
             writer.append([event(21), Event(22, 0, "b", "output", 0, 0, "x" * 2000)])
         assert files(tmp_path) == before
         writer.append([event(21)])
