@@ -107,7 +107,7 @@ def test_the_disk_fills_up_in_a_shard(tmp_path: Path) -> None:
         ):
             writer.append([event(1, 10), event(2, 10**6)])
         assert read(folder) == [0]
-        assert len(list(folder.glob("writer-0000/shard-*"))) == 1, "the half shard is gone"
+        assert len(list(folder.glob("w00000-*/*0*"))) == 1, "the half shard is gone"
         writer.append([event(1)])
     assert read(folder) == [0, 1]
 
@@ -116,7 +116,8 @@ def test_the_disk_fills_up_in_the_manifest(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with Writer(folder, info={}, modules=MODULES) as writer:
         writer.append(map(event, range(20)))
-        size = (folder / "writer-0000" / "manifest.jsonl").stat().st_size
+        (manifest,) = folder.glob("w00000-*/manifest.jsonl")
+        size = manifest.stat().st_size
         with largest_file(size + 700), pytest.raises(FormatError, match="What was appended before is complete"):
             writer.append([event(20, 1), event(21, 1), event(22, 1)])
         assert read(folder) == [*range(20)]
@@ -194,7 +195,7 @@ def test_an_interrupted_append_is_taken_back(tmp_path: Path, monkeypatch: Any) -
             assert read(folder) == [0]
         writer.append([event(1)])
     assert read(folder) == [0, 1]
-    assert len(list(folder.glob("writer-0000/shard-*"))) == 2
+    assert len(list(folder.glob("w00000-*/*0*"))) == 2
 
 
 # ---------------------------------------------------------------- killed

@@ -19,14 +19,30 @@ from hookline.store import ModuleInfo, shard, strict_json
 from hookline.store.format import TensorLine
 
 NAME = "0/a:output/0/output"
-HEAD, MANIFEST, SHARD = "recording.json", "writer-0000/manifest.jsonl", "writer-0000/shard-00000.safetensors"
+WRITER = "w00000-a1b2c3"
+HEAD, MANIFEST, SHARD = "recording.json", f"{WRITER}/manifest.jsonl", f"{WRITER}/000000.safetensors"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     events = [Event(order, 0, "a", "output", 0, 0, torch.arange(6.0).view(2, 3) + order) for order in range(3)]
     store.save(tmp_path / "run", info={"a": 1}, modules={"a": ModuleInfo("Linear", 3, ("b",))}, events=events)
+    (writer,) = (tmp_path / "run").glob("w*")
+    writer.rename(tmp_path / "run" / WRITER)
     return tmp_path / "run"
+
+
+@pytest.fixture
+def three_lines(folder: Path) -> Path:
+    """The same recording, appended to event by event."""
+    events = store.open_recording(folder).events
+    place = folder.with_name("lines") / "run"
+    with store.Writer(place, info={"a": 1}, modules={"a": ModuleInfo("Linear", 3, ("b",))}) as writer:
+        for event in events:
+            writer.append([event])
+    (made,) = place.glob("w*")
+    made.rename(place / WRITER)
+    return place
 
 
 def read_all(folder: Path) -> list[Any]:
@@ -70,7 +86,7 @@ def test_a_foreign_folder(tmp_path: Path) -> None:
 
 
 def test_a_writers_folder(folder: Path) -> None:
-    assert complaint(folder / "writer-0000").endswith(f"(it has no recording.json). Pass its parent, {folder}.")
+    assert complaint(folder / WRITER).endswith(f"(it has no recording.json). Pass its parent, {folder}.")
 
 
 # ---------------------------------------------------------------- errors: one file
@@ -85,14 +101,30 @@ def change_head(folder: Path, **entries: Any) -> None:
 
 
 def change_line(folder: Path, number: int = 1, tensor: dict[str, Any] | None = None, **entries: Any) -> None:
-    lines = (folder / MANIFEST).read_text().splitlines()
-    line = json.loads(lines[number])
-    del line["crc"]
-    line.update(entries)
-    if tensor is not None:
-        line["tensors"][0].update(tensor)
-    lines[number] = json.dumps(line)
-    (folder / MANIFEST).write_text("\n".join(lines) + "\n")
+    """Change an event of the one line."""
+
+    def change(commit: dict[str, Any]) -> None:
+        commit["events"][number].update(entries)
+        if tensor is not None:
+            commit["events"][number]["tensors"][0].update(tensor)
+
+    change_commit(folder, change)
+
+
+def change_commit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    commit = json.loads((folder / MANIFEST).read_text())
+    commit.pop("crc", None)
+    change(commit)
+    (folder / MANIFEST).write_text(json.dumps(commit) + "\n")
+
+
+def change_shard(folder: Path, **entries: Any) -> None:
+    change_commit(folder, lambda commit: commit["shards"][0].update(entries))
+
+
+def say_the_size(folder: Path) -> None:
+    """Make the manifest name the size that the shard has by now."""
+    change_shard(folder, bytes=(folder / SHARD).stat().st_size)
 
 
 def change_header(folder: Path, change: Callable[[dict[str, Any]], None], length: int | None = None) -> None:
@@ -102,14 +134,21 @@ def change_header(folder: Path, change: Callable[[dict[str, Any]], None], length
     change(header)
     text = json.dumps(header).encode()
     (folder / SHARD).write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data[start:])
+    say_the_size(folder)
 
 
 def change_entry(folder: Path, **entries: Any) -> None:
     change_header(folder, lambda header: header[NAME].update(entries))
 
 
-def truncate(path: Path, count: int) -> None:
-    os.truncate(path, path.stat().st_size - count)
+def cut(folder: Path, count: int) -> None:
+    """Truncate the shard, and have the manifest name the new size."""
+    os.truncate(folder / SHARD, (folder / SHARD).stat().st_size - count)
+    say_the_size(folder)
+
+
+def resize(folder: Path, count: int) -> None:
+    os.truncate(folder / SHARD, (folder / SHARD).stat().st_size + count)
 
 
 def link(path: Path) -> None:
@@ -120,7 +159,8 @@ def link(path: Path) -> None:
 
 UPDATE = "Update Hookline: pip install --upgrade hookline."
 HEADS = {
-    "the recording has format version 2, this Hookline reads up to 1. " + UPDATE: dict(version=2),
+    "the recording has format version 3, this Hookline reads up to 2. " + UPDATE: dict(version=3),
+    "the recording has the old format version 1, this Hookline reads 2. Record again, under another": dict(version=1),
     "no Hookline recording: its \"format\" is 'other'. Pass a folder that Hookline wrote.": dict(format="other"),
     '"version" has to be a whole number from 0 to 2**63 - 1, it is True': dict(version=True),
     '"modules" has to be a list, it is an object. ' + DAMAGED: dict(modules={}),
@@ -140,7 +180,7 @@ def test_recording_json(words: str, folder: Path) -> None:
     assert words in complaint(folder)
 
 
-NO_SHARD = '"shard" has to be a name like shard-00000.safetensors, it is '
+NO_SHARD = '"shard" has to be a name like 000000.safetensors, it is '
 LINES: dict[str, dict[str, Any]] = {
     '"order" has to be a whole number from 0 to 2**63 - 1, it is -1. ' + DAMAGED: dict(order=-1),
     '"call" has to be a whole number from 0 to 2**63 - 1, it is True. ' + DAMAGED: dict(call=True),
@@ -149,9 +189,11 @@ LINES: dict[str, dict[str, Any]] = {
     "\"port\" has to be one of input, output, grad_input, grad_output, it is 'weight'. " + DAMAGED: dict(port="weight"),
     NO_SHARD + "'../../etc/passwd'": dict(shard="../../etc/passwd"),
     NO_SHARD + "'/etc/passwd'": dict(shard="/etc/passwd"),
-    NO_SHARD + "'shard-00000.safetensors\\x00'": dict(shard="shard-00000.safetensors\0"),
-    NO_SHARD + "'shard-00000.safetensors\\n'": dict(shard="shard-00000.safetensors\n"),
-    NO_SHARD + "'../writer-0000/shard-00000.safetensors'": dict(shard="../writer-0000/shard-00000.safetensors"),
+    NO_SHARD + "'000000.safetensors\\x00'": dict(shard="000000.safetensors\0"),
+    NO_SHARD + "'000000.safetensors\\n'": dict(shard="000000.safetensors\n"),
+    NO_SHARD + "'../w00000-a1b2c3/000000.safetensors'": dict(shard="../w00000-a1b2c3/000000.safetensors"),
+    NO_SHARD + "'.000000.safetensors.tmp'": dict(shard=".000000.safetensors.tmp"),
+    "its shard '000001.safetensors' is none of those of its line": dict(shard="000001.safetensors"),
     'it has tensors with data, but no "shard"': dict(shard=None),
     '"tensors" has to be a list, it is an object': dict(tensors={}),
     '"tensors" has to be a list of objects, it has null': dict(tensors=[None]),
@@ -182,8 +224,40 @@ LINES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("words", LINES)
 def test_manifest(words: str, folder: Path) -> None:
     change_line(folder, **LINES[words])
-    assert complaint(folder).startswith(f"{folder / MANIFEST}, line 2: ")
+    assert complaint(folder).startswith(f"{folder / MANIFEST}, line 1, event 1: ")
     assert words in complaint(folder)
+
+
+NO_FILE = '"file" has to be a name like 000000.safetensors, it is '
+COMMITS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    '"shards" has to be a list, it is an object. ' + DAMAGED: lambda commit: commit.update(shards={}),
+    '"shards" has to be a list of objects, it has 3': lambda commit: commit.update(shards=[3]),
+    '"events" has to be a list, it is missing': lambda commit: commit.pop("events"),
+    "event 0: an object was expected, it has null": lambda commit: commit.update(events=[None]),
+    NO_FILE + "'../../etc/passwd'": lambda commit: commit["shards"][0].update(file="../../etc/passwd"),
+    NO_FILE + "'manifest.jsonl'": lambda commit: commit["shards"][0].update(file="manifest.jsonl"),
+    NO_FILE + "'00000.safetensors'": lambda commit: commit["shards"][0].update(file="00000.safetensors"),
+    NO_FILE + "'000000.safetensors\\n'": lambda commit: commit["shards"][0].update(file="000000.safetensors\n"),
+    NO_FILE + "null": lambda commit: commit["shards"][0].pop("file"),
+    '"bytes" has to be a whole number from 0 to 2**63 - 1, it is -1': lambda c: c["shards"][0].update(bytes=-1),
+    '"crc32c" has to be 8 hexadecimal digits, it is 7': lambda commit: commit["shards"][0].update(crc32c=7),
+    "\"crc32c\" has to be 8 hexadecimal digits, it is 'ABCDEF01'": lambda c: c["shards"][0].update(crc32c="ABCDEF01"),
+    "it names a shard twice": lambda commit: commit.update(shards=commit["shards"] * 2),
+    "its shard 000000.safetensors has 71 bytes, its tensors need 72": lambda c: c["shards"][0].update(bytes=71),
+}
+
+
+@pytest.mark.parametrize("words", COMMITS)
+def test_commit(words: str, folder: Path) -> None:
+    change_commit(folder, COMMITS[words])
+    assert complaint(folder).startswith(f"{folder / MANIFEST}, line 1")
+    assert words in complaint(folder)
+
+
+def test_a_shard_that_two_lines_name(folder: Path) -> None:
+    (folder / MANIFEST).write_bytes((folder / MANIFEST).read_bytes() * 2)
+    wanted = "line 2: it names the shard 000000.safetensors, which an earlier line names"
+    assert complaint(folder) == f"{folder / MANIFEST}, {wanted}. {DAMAGED}"
 
 
 def deep(levels: int) -> dict[str, Any]:
@@ -210,7 +284,7 @@ BAD_TEXT = {
     b'{"a": NaN}\n': "line 1: it is not valid JSON (NaN is not JSON)",
     b'{"a": -Infinity}\n': "line 1: it is not valid JSON (-Infinity is not JSON)",
     b'{"order": ' + b"9" * 5000 + b"}\n": "line 1: it is not valid JSON (Exceeds the limit",
-    b'{"order": 1e999}\n': 'line 1: "port" has to be a string, it is missing',
+    b'{"order": 1e999}\n': 'line 1: "shards" has to be a list, it is missing',
     b"\xff\xfe\n": "line 1: it is not valid JSON ('utf-8' codec",
     b"\0\0\n": "line 1: it is not valid JSON (",
     b"\n": "line 1: it is not valid JSON (",
@@ -224,15 +298,17 @@ def test_text_of_a_manifest(text: bytes, folder: Path) -> None:
     assert BAD_TEXT[text] in complaint(folder)
 
 
-def test_a_number_that_was_changed(folder: Path) -> None:
+def test_a_number_that_was_changed(three_lines: Path) -> None:
     """It would be valid JSON; the checksum tells."""
+    folder = three_lines
     text = (folder / MANIFEST).read_text().replace('"order":1', '"order":7')
     (folder / MANIFEST).write_text(text)
     wanted = f'line 2: its checksum is not that of its text. {DAMAGED} If you edited it, take out its "crc".'
     assert complaint(folder).endswith(wanted)
 
 
-def test_a_broken_line_in_the_middle(folder: Path) -> None:
+def test_a_broken_line_in_the_middle(three_lines: Path) -> None:
+    folder = three_lines
     lines = (folder / MANIFEST).read_bytes().splitlines(keepends=True)
     (folder / MANIFEST).write_bytes(lines[0] + lines[1][:50] + b"\n" + lines[2])
     assert f"{folder / MANIFEST}, line 2: it is not valid JSON" in complaint(folder)
@@ -253,20 +329,18 @@ SHARDS: dict[str, Callable[[Path], Any]] = {
     f"{SHARD}: it is a link, which could lead out of the recording. Copy the": lambda f: link(f / SHARD),
     f"{MANIFEST}: it is a link, which could lead out of": lambda f: link(f / MANIFEST),
     "run/recording.json: it is a link, which could lead out of": lambda f: link(f / HEAD),
-    "writer-0000: this is not a plain folder. Copy the recording with its links": lambda f: link(f / "writer-0000"),
+    "w00000-a1b2c3: this is not a plain folder. Copy the recording with its links": lambda f: link(f / WRITER),
     f"{SHARD}: it is not a plain file. Copy the whole": lambda f: ((f / SHARD).unlink(), (f / SHARD).mkdir()),
     f"{MANIFEST}: it is not a plain file. Copy the": lambda f: ((f / MANIFEST).unlink(), os.mkfifo(f / MANIFEST)),
-    f"{SHARD}: its tensors need 72 bytes, the file has 71. It is truncated. {DAMAGED}": lambda f: truncate(
-        f / SHARD, 1
-    ),
-    f"{SHARD}: it has 5 bytes, its tensors need 72. It is truncated. {DAMAGED}": lambda f: os.truncate(f / SHARD, 5),
+    f"{SHARD}: its tensors need 72 bytes, the file has 71. It is truncated. {DAMAGED}": lambda f: cut(f, 1),
+    f"{SHARD}: it has 391 bytes, its manifest says 392. It is truncated. {DAMAGED}": lambda f: resize(f, -1),
+    f"{SHARD}: it has 393 bytes, its manifest says 392. {DAMAGED}": lambda f: resize(f, 1),
+    f"{SHARD}: it has 5 bytes, its manifest says 392. It is truncated. {DAMAGED}": lambda f: os.truncate(f / SHARD, 5),
     f"{SHARD}: its header should have 999999999 bytes, the file has ": lambda f: change_header(f, len, 999999999),
     f"{SHARD}: its header should have 18446744073709551615 bytes": lambda f: change_header(f, len, 2**64 - 1),
     f"{SHARD}: it is not valid JSON": lambda f: change_header(f, len, 30),
     f"{SHARD}: it has no tensor named '{NAME}', which": lambda f: change_header(f, lambda h: h.update(x=h.pop(NAME))),
-    f"{SHARD}: its tensors need 72 bytes, the file has 99": lambda f: os.truncate(
-        f / SHARD, (f / SHARD).stat().st_size + 27
-    ),
+    f"{SHARD}: its tensors need 72 bytes, the file has 99": lambda f: cut(f, -27),
     f"{TENSOR}its shape and dtype need 24 bytes, its offsets are 0 and 25": lambda f: change_entry(
         f, data_offsets=[0, 25]
     ),

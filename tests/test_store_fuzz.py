@@ -133,7 +133,7 @@ def assert_some_of(found: list[Any], events: list[Any], *, with_data: bool) -> N
 
 HOSTILE: list[Any] = [
     *(None, True, False, -1, 0, 1, 3, 2**31, 2**62, 2**63, 2**64, 10**300, 0.5, -0.0, 1e308),
-    *("", "x", "nan", "../x", "/etc/passwd", "shard-00001.safetensors", "float64", "bool", "F64", "U8", "\0", "\ud800"),
+    *("", "x", "nan", "../x", "/etc/passwd", "000001.safetensors", "float64", "bool", "F64", "U8", "\0", "\ud800"),
     *([], {}, [[]], [{}], [0, 0], [0, 24], {"t": 0}, {"tuple": []}),
     *({"v": {"float": "1e5"}}, {"int": "0x"}, {"float": "nan"}, {"dict": [[{"float": "nan"}, {"v": 1}]]}),
     *({"fields": "__class__", "items": [["__dict__", {"v": 1}]]}, {"args": [], "kwargs": [["self", {"v": 1}]]}),

@@ -16,14 +16,30 @@ from hookline.record.event import Event
 from hookline.store import ModuleInfo
 
 NAME = "0/a:output/0/output"
-HEAD, MANIFEST, SHARD = "recording.json", "writer-0000/manifest.jsonl", "writer-0000/shard-00000.safetensors"
+WRITER = "w00000-a1b2c3"
+HEAD, MANIFEST, SHARD = "recording.json", f"{WRITER}/manifest.jsonl", f"{WRITER}/000000.safetensors"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     events = [Event(order, 0, "a", "output", 0, 0, torch.arange(6.0).view(2, 3) + order) for order in range(3)]
     store.save(tmp_path / "run", info={"a": 1}, modules={"a": ModuleInfo("Linear", 3, ("b",))}, events=events)
+    (writer,) = (tmp_path / "run").glob("w*")
+    writer.rename(tmp_path / "run" / WRITER)
     return tmp_path / "run"
+
+
+@pytest.fixture
+def three_lines(folder: Path) -> Path:
+    """The same recording, appended to event by event."""
+    events = store.open_recording(folder).events
+    place = folder.with_name("lines") / "run"
+    with store.Writer(place, info={"a": 1}, modules={"a": ModuleInfo("Linear", 3, ("b",))}) as writer:
+        for event in events:
+            writer.append([event])
+    (made,) = place.glob("w*")
+    made.rename(place / WRITER)
+    return place
 
 
 def read_all(folder: Path) -> list[Any]:
@@ -106,21 +122,27 @@ def test_unaligned_data_of_another_writer(folder: Path) -> None:
     (folder / SHARD).write_bytes(
         length.to_bytes(8, "little") + data[8 : 8 + length - 1] + b" " + data[8 + length - 1 :]
     )
+    manifest = re.sub(rb',"crc":"[0-9a-f]{8}"', b"", (folder / MANIFEST).read_bytes())
+    (folder / MANIFEST).write_bytes(manifest.replace(b'"bytes":%d' % len(data), b'"bytes":%d' % (len(data) + 1)))
     assert [event.value[1, 2].item() for event in store.open_recording(folder).events] == [5, 6, 7]
 
 
-def test_a_line_that_was_being_written_is_ignored(folder: Path) -> None:
+def test_a_line_that_was_being_written_is_ignored(three_lines: Path) -> None:
+    folder = three_lines
+    assert store.open_recording(folder).torn == ()
     whole = (folder / MANIFEST).read_bytes()
     begins = whole.rindex(b"\n", 0, -1) + 1
     for end in range(begins, len(whole)):
         (folder / MANIFEST).write_bytes(whole[:end])
-        assert len(store.open_recording(folder).events) == 2
+        parts = store.open_recording(folder)
+        assert len(parts.events) == 2
+        assert parts.torn == ((folder / MANIFEST,) if end > begins else ())
 
 
 def test_other_files_do_not_matter(folder: Path) -> None:
-    for name in ("notes.txt", "writer-x", "writer-0000/shard-00009.safetensors", ".DS_Store"):
+    for name in ("notes.txt", "w-x", f"{WRITER}/000009.safetensors", f"{WRITER}/.000010.safetensors.tmp", ".DS_Store"):
         (folder / name).write_text("x")
-    (folder / "writer-0001").mkdir()
+    (folder / "w00001-a1b2c3").mkdir()
     assert len(read_all(folder)) == 3
 
 

@@ -51,17 +51,19 @@ def save(folder: Path, *orders: int, **options: Any) -> None:
 def test_append_and_read(tmp_path: Path) -> None:
     folder = tmp_path / "missing" / "parents" / "run.hookline"
     with Writer(folder, info={"a": 1}, modules=MODULES) as writer:
-        assert store.open_recording(folder) == ({"a": 1}, MODULES, [])
+        assert store.open_recording(folder) == ({"a": 1}, MODULES, [], ())
         writer.append([event(0), event(1)])
         assert read(folder) == [0, 1]
         writer.append([])
         writer.append(iter([event(2)]))
         assert read(folder) == [0, 1, 2]
+    (own,) = (path.name for path in folder.iterdir() if path.is_dir())
+    assert re.fullmatch("w00000-[0-9a-f]{6}", own)
     assert sorted(files(folder)) == [
         "recording.json",
-        "writer-0000/manifest.jsonl",
-        "writer-0000/shard-00000.safetensors",
-        "writer-0000/shard-00001.safetensors",
+        f"{own}/000000.safetensors",
+        f"{own}/000001.safetensors",
+        f"{own}/manifest.jsonl",
     ]
     assert list(folder.parent.iterdir()) == [folder], "no temporary folder is left"
 
@@ -69,14 +71,14 @@ def test_append_and_read(tmp_path: Path) -> None:
 def test_a_large_flush_is_cut_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(appender, "SHARD_BYTES", 100)
     save(tmp_path / "run", *range(10))  # 16 bytes each
-    assert len(list(tmp_path.glob("run/writer-0000/shard-*"))) == 2
+    assert len(list(tmp_path.glob("run/w00000-*/*.safetensors"))) == 2
     assert read(tmp_path / "run") == [*range(10)]
 
 
 def test_many_names_are_cut_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(appender, "SHARD_NAMES", 400)
     save(tmp_path / "run", *range(10))
-    assert len(list(tmp_path.glob("run/writer-0000/shard-*"))) == 4
+    assert len(list(tmp_path.glob("run/w00000-*/*.safetensors"))) == 4
     assert read(tmp_path / "run") == [*range(10)]
 
 
@@ -126,7 +128,8 @@ def test_writers_join_and_the_reader_unites_them(tmp_path: Path) -> None:
     parts = store.open_recording(folder)
     assert read(folder) == [0, 1, 2, 3, 4, 5]
     assert parts.info == {"first": 1}
-    assert {path.name for path in folder.iterdir()} == {"recording.json", "writer-0000", "writer-0003"}
+    names = sorted(path.name for path in folder.iterdir())
+    assert re.fullmatch(r"recording\.json w00000-[0-9a-f]{6} w00003-[0-9a-f]{6}", " ".join(names))
 
 
 def test_one_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +203,7 @@ def test_overwrite_of_nothing(make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("content", [None, "thesis.txt", "writer-0000"])
+@pytest.mark.parametrize("content", [None, "thesis.txt", "w00000-a1b2c3"])
 def test_a_foreign_folder_is_left_alone(make: Make, content: str | None, overwrite: bool, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
@@ -234,13 +237,13 @@ def test_a_foreign_recording_json(make: Make, head: str, tmp_path: Path) -> None
     assert files(tmp_path) == {"run/recording.json": head.encode()}
 
 
-@pytest.mark.parametrize(
-    "name", ["notes.txt", "writer-0000/notes.txt", "plots/a.png", "writer-0000/deep/shard-00000.x"]
-)
+@pytest.mark.parametrize("name", ["notes.txt", "{own}/notes.txt", "plots/a.png", "{own}/deep/000000.x"])
 def test_overwrite_does_not_delete_what_somebody_put_into_a_recording(make: Make, name: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     save(folder, 0)
-    (folder / name).parent.mkdir(exist_ok=True)
+    (own,) = folder.glob("w00000-*")
+    name = name.format(own=own.name)
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("mine")
     before = files(folder)
     with pytest.raises(
@@ -264,8 +267,8 @@ def test_a_link_to_a_recording_is_followed(tmp_path: Path) -> None:
 def test_a_link_inside_a_recording_is_not_deleted(tmp_path: Path) -> None:
     save(tmp_path / "run", 0)
     (tmp_path / "data").mkdir()
-    (tmp_path / "run" / "writer-0001").symlink_to(tmp_path / "data")
-    with pytest.raises(FormatError, match="writer-0001: this is not part of a recording"):
+    (tmp_path / "run" / "w00001-a1b2c3").symlink_to(tmp_path / "data")
+    with pytest.raises(FormatError, match="w00001-a1b2c3: this is not part of a recording"):
         save(tmp_path / "run", 1, overwrite=True)
 
 

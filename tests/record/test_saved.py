@@ -87,8 +87,9 @@ def test_the_files_can_be_read_with_safetensors_alone(tmp_path: Path) -> None:
     with hookline.record(model, ["features.0", "classifier"]) as rec:
         out = model(x)
     rec.save(tmp_path / "run.hookline")
-    writer = tmp_path / "run.hookline" / "writer-0000"
-    lines = [json.loads(line) for line in (writer / "manifest.jsonl").read_text().splitlines()]
+    (manifest,) = (tmp_path / "run.hookline").glob("w00000-*/manifest.jsonl")
+    (commit,) = map(json.loads, manifest.read_text().splitlines())
+    lines, writer = commit["events"], manifest.parent
     assert [(line["path"], line["port"], line["call"]) for line in lines] == [
         ("features.0", "output", 0), ("classifier", "output", 0),
     ]  # fmt: skip

@@ -4,10 +4,12 @@
   hookline plan train.py         say what a step would record
   hookline show run.hookline     print what was recorded
   hookline plot run.hookline     draw it
+  hookline verify run.hookline   look for damage in it
   hookline help COMMAND          options and examples of a command
   hookline --version             the version
 
-The exit status is that of the script for run and plan, and 2 for a mistake in what was asked for.
+The exit status is that of the script for run and plan, 1 for damage that verify found, and 2 for a mistake in
+what was asked for.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
-from hookline.cli import plan, plot, run, show
+from hookline.cli import plan, plot, run, show, verify
 from hookline.cli.parser import name_of
 from hookline.errors import HooklineError, OptionError
 from hookline.sites import nearest
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: tuple[ModuleType, ...] = (run, plan, show, plot)
+COMMANDS: tuple[ModuleType, ...] = (run, plan, show, plot, verify)
 
 _MISTAKE = 2
 _BROKEN_PIPE = 141
@@ -41,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             when one is run.
 
     Returns:
-        Exit status: that of the script for ``run``, 2 for a mistake in what was asked for.
+        Exit status: that of the script for ``run``, 1 for damage that ``verify`` found, 2 for a mistake in what
+            was asked for.
     """
     given = sys.argv[1:] if argv is None else list(argv)
     try:

@@ -1,15 +1,16 @@
-"""A parser whose mistakes are one line, and whose help is the docstring of a command."""
+"""A parser whose mistakes are one line, and whose help is the docstring of a command; and text for any stdout."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
 from hookline.errors import OptionError
 
-__all__ = ["Parser", "parser_of"]
+__all__ = ["Parser", "encodable", "parser_of"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,3 +49,9 @@ def parser_of(command: ModuleType, usage: str) -> Parser:
 def name_of(command: ModuleType) -> str:
     """How the command is called."""
     return command.__name__.rpartition(".")[2]
+
+
+def encodable(text: str) -> str:
+    """The text with a question mark for what stdout cannot say."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)

@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from hookline.cli.parser import Parser, parser_of
+from hookline.cli.parser import Parser, encodable, parser_of
 from hookline.errors import OptionError
 from hookline.record import load
 from hookline.report.table import WIDTH, render
@@ -57,7 +57,7 @@ def main(argv: Sequence[str], *, own_process: bool) -> int:
         text = str((recording if pattern is None else recording.select(pattern)).coverage)
     else:
         text = render(recording, width=width, site=pattern, values=given.values, color=_color())
-    print(_encodable(text), flush=True)
+    print(encodable(text), flush=True)
     return 0
 
 
@@ -77,9 +77,3 @@ def _terminal_width() -> int:
 
 def _color() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-def _encodable(text: str) -> str:
-    """The text with a question mark for what stdout cannot say."""
-    encoding = sys.stdout.encoding or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)

@@ -1,7 +1,7 @@
 """The recording on disk: a folder with safetensors shards and JSON-lines manifests, one folder for each writer.
 
-`format` says what lies where; `Writer` and `save` write it; `open_recording` reads it. Opening never runs code, and
-what is damaged, foreign or hostile is a `hookline.errors.FormatError` that names the file.
+`format` says what lies where; `Writer` and `save` write it; `open_recording` reads it, `verify` looks for damage.
+Opening never runs code, and what is damaged, foreign or hostile is a `hookline.errors.FormatError` that names the file.
 """
 
 from __future__ import annotations
@@ -9,6 +9,18 @@ from __future__ import annotations
 from hookline.store.appender import EventLike
 from hookline.store.format import ModuleInfo
 from hookline.store.reader import StoredEvent, StoredParts, open_recording
+from hookline.store.verify import Report, verify
 from hookline.store.writer import Writer, check_free, save
 
-__all__ = ["EventLike", "ModuleInfo", "StoredEvent", "StoredParts", "Writer", "check_free", "open_recording", "save"]
+__all__ = [
+    "EventLike",
+    "ModuleInfo",
+    "Report",
+    "StoredEvent",
+    "StoredParts",
+    "Writer",
+    "check_free",
+    "open_recording",
+    "save",
+    "verify",
+]

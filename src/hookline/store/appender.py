@@ -1,4 +1,4 @@
-"""Appending events to one writer's folder: shards first, then the manifest lines that name them."""
+"""Appending events to one writer's folder: the shards first, then the manifest line that names them, a commit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from hookline.errors import ArgumentError
 from hookline.stats.summary import Summary
+from hookline.store import format as layout
 from hookline.store.folders import sync_folder
-from hookline.store.format import MANIFEST, MAX_LINE, PORTS, EventLine, Line, TensorLine, dump_event, shard_name
+from hookline.store.format import MANIFEST, PORTS, EventLine, Line, ShardLine, TensorLine
 from hookline.store.reader import StoredEvent
 from hookline.store.shard import Shard, write_shard
 from hookline.store.strict_json import LARGEST
@@ -26,6 +27,8 @@ SHARD_BYTES = 256 << 20
 SHARD_NAMES = 32 << 20
 """Characters of tensor names after which it does; the safetensors library reads headers up to 100 MB."""
 _NAME_OVERHEAD = 100
+_LINE_OVERHEAD, _SHARD_OVERHEAD = 100, 200
+"""More bytes of a manifest line than the line itself, and each of its shards, need apart from the events."""
 
 
 class EventLike(Protocol):
@@ -96,6 +99,24 @@ class _Planned(NamedTuple):
         return sum(len(self.prefix) + len(path) + _NAME_OVERHEAD for path, _ in self.tensors)
 
 
+class _Part(NamedTuple):
+    """Events of a commit as they stand in its line, with the one shard that holds their tensors, if they have any."""
+
+    texts: list[str]
+    lines: list[EventLine]
+    tensors: list[tuple[str, Stored]]
+
+
+class _Commit:
+    """A commit that is being put together; ``size`` is that of its line, in bytes."""
+
+    def __init__(self) -> None:
+        self.size = _LINE_OVERHEAD
+        self.shards: list[ShardLine] = []
+        self.texts: list[str] = []
+        self.events: list[tuple[EventLine, Shard | None]] = []
+
+
 class Appender:
     """Appends to a writer's folder that has an empty manifest.
 
@@ -106,11 +127,14 @@ class Appender:
         self._folder = folder
         self._manifest = open(folder / MANIFEST, "r+b", buffering=0)  # noqa: SIM115 (closed by close)
         self._one_at_a_time = threading.Lock()  # autograd runs backward hooks in threads of its own
-        self._shards = self._lines = 0
-        self._complete = (0, 0)  # length of the manifest and number of shards; one name, so that both change at once
+        self._length = self._lines = 0  # of the manifest: bytes and lines of what is complete
+        self._shards = 0  # numbers that were given away; none is used twice, whatever became of its file
 
     def append(self, events: Iterable[EventLike]) -> list[StoredEvent]:
-        """Write events; when it returns, they survive a crash of the process and of the machine.
+        """Write events as one commit; when it returns, they survive a crash of the process and of the machine.
+
+        A reader finds all of them or none. Only when their line would be longer than `format.MAX_LINE` are they
+        several commits, of which a crash may leave the first ones.
 
         Returns:
             The events as they stand on disk, in the same order.
@@ -119,59 +143,74 @@ class Appender:
             ArgumentError: An event holds something that cannot be stored.
             OSError: The disk refused.
         """
-        lines = bytearray()
-        written: list[tuple[EventLine, Shard | None]] = []
         with self._one_at_a_time:
+            first = self._shards
             try:
-                for batch in _batches(events):
-                    for text, line, shard in self._write_batch(batch):
-                        lines += text
-                        written.append((line, shard))
-                if self._shards > self._complete[1]:
+                commits = self._write_shards(events)
+                if self._shards > first:
                     sync_folder(self._folder)
-                self._write_lines(lines)
+                self._write_lines([layout.dump_commit(commit.shards, commit.texts) for commit in commits])
             except BaseException:
-                self._take_back()
+                self._take_back(first)
                 raise
-            first = self._lines + 1
-            self._lines += len(written)
-        places = (Line(self._folder / MANIFEST, number) for number in range(first, first + len(written)))
-        return [StoredEvent(line, shard, place) for (line, shard), place in zip(written, places, strict=True)]
+            places = [Line(self._folder / MANIFEST, self._lines + number) for number in range(1, len(commits) + 1)]
+            self._lines += len(commits)
+        return [
+            StoredEvent(line, shard, place._replace(event=index))
+            for commit, place in zip(commits, places, strict=True)
+            for index, (line, shard) in enumerate(commit.events)
+        ]
 
     def close(self) -> None:
         """Close the manifest."""
         self._manifest.close()
 
-    def _write_batch(self, batch: list[_Planned]) -> Iterator[tuple[bytes, EventLine, Shard | None]]:
-        names: set[str] = set()
-        named = [planned.named(names) for planned in batch]
-        data = [(name, kept) for tensors in named for name, _, kept in tensors if kept.data is not None]
-        shard = shard_name(self._shards) if data else None
-        if shard is not None:
-            write_shard(self._folder / shard, data)
+    def _write_shards(self, events: Iterable[EventLike]) -> list[_Commit]:
+        commits: list[_Commit] = []
+        for batch in _batches(events):
+            rest = [batch]
+            while rest:
+                some = rest.pop()
+                name = layout.shard_name(self._shards)
+                part = _part(some, name)
+                size = sum(map(len, part.texts)) + len(part.texts) + _SHARD_OVERHEAD
+                if size + _LINE_OVERHEAD > layout.MAX_LINE:
+                    rest += reversed(_halves(some, size))
+                    continue
+                if not commits or commits[-1].size + size > layout.MAX_LINE:
+                    commits.append(_Commit())
+                self._write_part(part, name, commits[-1])
+                commits[-1].size += size
+        return commits
+
+    def _write_part(self, part: _Part, name: str, commit: _Commit) -> None:
+        shard = None
+        if part.tensors:
             self._shards += 1
-        opened = None if shard is None else Shard(self._folder / shard)
-        for planned, tensors in zip(batch, named, strict=True):
-            text, line = _line(planned, shard, tensors)
-            yield text, line, opened if line.shard else None
+            entry = write_shard(self._folder / name, part.tensors)
+            shard = Shard(self._folder / name, entry.nbytes)
+            commit.shards.append(entry)
+        commit.texts += part.texts
+        commit.events += [(line, shard if line.shard else None) for line in part.lines]
 
-    def _write_lines(self, lines: bytearray) -> None:
-        length, _ = self._complete
+    def _write_lines(self, lines: list[bytes]) -> None:
+        if not lines:
+            return
         # a failed append may have left a part of a line behind
-        self._manifest.truncate(length)
-        self._manifest.seek(length)
-        write_all(self._manifest, memoryview(lines))
+        self._manifest.truncate(self._length)
+        self._manifest.seek(self._length)
+        for line in lines:
+            write_all(self._manifest, line)
         os.fsync(self._manifest.fileno())
-        self._complete = length + len(lines), self._shards
+        self._length += sum(map(len, lines))
 
-    def _take_back(self) -> None:
-        """Remove what is not complete: lines first, so that none ever names a shard that is gone."""
-        length, shards = self._complete
+    def _take_back(self, first: int) -> None:
+        """Remove what is not complete: lines before shards, so that none ever names a shard that is gone."""
         with contextlib.suppress(OSError):  # what stays is not read: an unfinished line, a shard that no line names
-            self._manifest.truncate(length)
-            for number in range(shards, self._shards + 1):
-                (self._folder / shard_name(number)).unlink(missing_ok=True)
-        self._shards = shards
+            self._manifest.truncate(self._length)
+            for name in map(layout.shard_name, range(first, self._shards)):
+                (self._folder / name).unlink(missing_ok=True)
+                (self._folder / layout.draft_name(name)).unlink(missing_ok=True)
 
 
 def _batches(events: Iterable[EventLike]) -> Iterator[list[_Planned]]:
@@ -226,17 +265,31 @@ def _unique(name: str, names: set[str]) -> str:
     return found
 
 
-def _line(planned: _Planned, shard: str | None, tensors: list[tuple[str, str, Stored]]) -> tuple[bytes, EventLine]:
+def _part(batch: list[_Planned], shard: str) -> _Part:
+    """Events that share a shard of that name, if they need one."""
+    taken: set[str] = set()
+    named = [planned.named(taken) for planned in batch]
+    lines = [_line(planned, shard, tensors) for planned, tensors in zip(batch, named, strict=True)]
+    data = [(name, kept) for tensors in named for name, _, kept in tensors if kept.data is not None]
+    return _Part([*map(layout.dump_event, lines)], lines, data)
+
+
+def _halves(batch: list[_Planned], size: int) -> list[list[_Planned]]:
+    """Two groups of events, of a group that needs too long a line."""
+    middle = len(batch) // 2
+    if middle:
+        return [batch[:middle], batch[middle:]]
+    (planned,) = batch
+    found = f"{planned.prefix}: its {len(planned.tensors)} tensors need a manifest line of {size} bytes"
+    raise ArgumentError(f"{found}, at most {layout.MAX_LINE} are possible. Record inner modules instead.")
+
+
+def _line(planned: _Planned, shard: str, tensors: list[tuple[str, str, Stored]]) -> EventLine:
     event, summaries = planned.event, planned.event.summaries()
     entries = tuple(_entry(name, path, kept, summaries.get(path)) for name, path, kept in tensors)
     used = shard if any(entry.data for entry in entries) else None
     place = event.order, event.step, event.path, event.port, event.call, event.backward
-    line = EventLine(*place, used, planned.structure, entries)
-    text = dump_event(line)
-    if len(text) > MAX_LINE:
-        found = f"{planned.prefix}: its {len(entries)} tensors need a manifest line of {len(text)} bytes"
-        raise ArgumentError(f"{found}, at most {MAX_LINE} are possible. Record inner modules instead.")
-    return text, line
+    return EventLine(*place, used, planned.structure, entries)
 
 
 def _entry(name: str, path: str, kept: Stored, summary: Summary | None) -> TensorLine:

@@ -14,7 +14,8 @@ import warnings
 from pathlib import Path
 
 from hookline.errors import OptionError
-from hookline.store.format import HEAD, MANIFEST, MAX_HEAD, SHARD_NAME, WRITER_NAME, parse_head
+from hookline.store import format as layout
+from hookline.store.format import HEAD, MANIFEST, MAX_HEAD, WRITER_NAME, parse_head
 from hookline.store.shard import check_regular, open_regular
 from hookline.store.strict_json import fault
 from hookline.store.tensors import write_all
@@ -80,7 +81,15 @@ def check_replaceable(folder: Path) -> None:
 def _is_ours(parts: tuple[str, ...]) -> bool:
     if len(parts) == 1:
         return parts[0] == HEAD or WRITER_NAME.fullmatch(parts[0]) is not None
-    return len(parts) == 2 and (parts[1] == MANIFEST or SHARD_NAME.fullmatch(parts[1]) is not None)
+    shard = (pattern.fullmatch(parts[-1]) for pattern in (layout.SHARD_NAME, layout.DRAFT_NAME))
+    return len(parts) == 2 and (parts[1] == MANIFEST or any(shard))
+
+
+def parts_of(folder: Path, writer: int) -> list[Path]:
+    """What a recording holds of the writer with that number: one folder, or several of attempts at the same time."""
+    prefix = layout.writer_prefix(writer)
+    found = (path for path in folder.iterdir() if path.name.startswith(prefix))
+    return sorted(path for path in found if WRITER_NAME.fullmatch(path.name))
 
 
 # ---------------------------------------------------------------- writing
@@ -106,11 +115,7 @@ def make_draft(folder: Path, head: bytes, writer: str) -> Path:
 
 
 def add_writer(folder: Path, writer: str) -> None:
-    """Make a writer's folder with an empty manifest.
-
-    Raises:
-        FileExistsError: There is one already.
-    """
+    """Make a writer's folder, of a new name, with an empty manifest."""
     (folder / writer).mkdir()
     try:
         _write_synced(folder / writer / MANIFEST, b"")

@@ -3,10 +3,12 @@
 ::
 
     run.hookline/
-      recording.json                 what was recorded: info and modules; written first
-      writer-0000/                   one folder for each writing process, so that none waits for another
-        manifest.jsonl               one line for each event, written after the shard that holds its tensors
-        shard-00000.safetensors      the tensors of one flush, readable with the safetensors library alone
+      recording.json           what was recorded: info and modules; written first
+      w00000-a1b2c3/           one folder for each writer, so that none waits for another
+        manifest.jsonl         one line for each commit, written after the shards that hold its tensors
+        000000.safetensors     tensors of one commit, readable with the safetensors library alone
+
+``docs/format.md`` says it all, for readers in other languages.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,31 +28,43 @@ from hookline.store.dtypes import STORAGE, parse_shape
 from hookline.store.strict_json import counts, encode_scalar, fault, get, show
 
 FORMAT = "hookline"
-VERSION = 1
+VERSION = 2
 HEAD = "recording.json"
 MANIFEST = "manifest.jsonl"
-WRITER_NAME = re.compile(r"writer-[0-9]{4,9}")
-SHARD_NAME = re.compile(r"shard-[0-9]{5,9}\.safetensors")
+WRITER_NAME = re.compile(r"w[0-9]{5,}-[0-9a-f]{6}")
+SHARD_NAME = re.compile(r"[0-9]{6,}\.safetensors")
+DRAFT_NAME = re.compile(rf"\.{SHARD_NAME.pattern}\.tmp")
+"""Of a shard that is being written; nobody reads it."""
 PORTS = ("input", "output", "grad_input", "grad_output")
 MAX_HEAD = 1 << 28
 """Largest ``recording.json`` that is read, in bytes: some 1,500,000 modules."""
 MAX_LINE = 1 << 26
-"""Longest manifest line that is written and read, in bytes: an event with some 200,000 tensors."""
+"""Longest manifest line that is written and read, in bytes: events with some 200,000 tensors."""
 
-
+_CRC32C = re.compile(r"[0-9a-f]{8}")
 _PLACE = ("order", "step", "call", "backward")
 _WHOLE = ("numel", "nan", "inf", "zeros")
 _REAL = ("mean", "std", "min", "max", "l2")
 
 
 def writer_name(writer: int) -> str:
-    """Name of a writer's folder: ``writer-0000``."""
-    return f"writer-{writer:04d}"
+    """A new name for a writer's folder, ``w00000-a1b2c3``: no two writers share one, whatever their numbers."""
+    return writer_prefix(writer) + secrets.token_hex(3)
+
+
+def writer_prefix(writer: int) -> str:
+    """How the names of all folders of that writer begin: ``w00000-``."""
+    return f"w{writer:05d}-"
 
 
 def shard_name(number: int) -> str:
-    """Name of a shard: ``shard-00000.safetensors``."""
-    return f"shard-{number:05d}.safetensors"
+    """Name of a shard: ``000000.safetensors``."""
+    return f"{number:06d}.safetensors"
+
+
+def draft_name(shard: str) -> str:
+    """Name of a shard until it is complete: ``.000000.safetensors.tmp``."""
+    return f".{shard}.tmp"
 
 
 # ---------------------------------------------------------------- what the files say
@@ -97,7 +113,7 @@ class TensorLine(NamedTuple):
 
 
 class EventLine(NamedTuple):
-    """One line of a manifest; ``structure`` is the tree that `hookline.store.structure` reads."""
+    """One event of a commit; ``structure`` is the tree that `hookline.store.structure` reads."""
 
     order: int
     step: int
@@ -110,14 +126,37 @@ class EventLine(NamedTuple):
     tensors: tuple[TensorLine, ...]
 
 
+class ShardLine(NamedTuple):
+    """One shard of a commit.
+
+    Attributes:
+        file: Its name in the writer's folder.
+        nbytes: Size of the file.
+        crc32c: CRC-32C of the whole file.
+    """
+
+    file: str
+    nbytes: int
+    crc32c: int
+
+
+class Commit(NamedTuple):
+    """One line of a manifest: what was appended at once, with the shards that hold its tensors."""
+
+    shards: tuple[ShardLine, ...]
+    events: tuple[EventLine, ...]
+
+
 class Line(NamedTuple):
-    """A line of a manifest, as messages name it."""
+    """A line of a manifest or an event in it, counted from 0, as messages name them."""
 
     manifest: Path
     number: int
+    event: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.manifest}, line {self.number}"
+        line = f"{self.manifest}, line {self.number}"
+        return line if self.event is None else f"{line}, event {self.event}"
 
 
 # ---------------------------------------------------------------- recording.json
@@ -145,7 +184,7 @@ def parse_head(data: bytes, place: object) -> tuple[dict[str, Any], dict[str, Mo
     """Info and modules of a ``recording.json``.
 
     Raises:
-        FormatError: It is not one, is damaged, or comes from a newer version of Hookline.
+        FormatError: It is not one, is damaged, or comes from another version of Hookline.
     """
     head = strict_json.unseal(data, place)
     _check_version(head, place)
@@ -168,6 +207,9 @@ def _check_version(head: dict[str, Any], place: object) -> None:
     if version > VERSION:
         found = f"the recording has format version {version}, this Hookline reads up to {VERSION}"
         raise fault(place, found, "Update Hookline: pip install --upgrade hookline.")
+    if version < VERSION:
+        found = f"the recording has the old format version {version}, this Hookline reads {VERSION}"
+        raise fault(place, found, "Record again, under another name or after you have deleted this one.")
 
 
 def _module(entry: dict[str, Any], place: object) -> ModuleInfo:
@@ -181,13 +223,17 @@ def _module(entry: dict[str, Any], place: object) -> ModuleInfo:
 # ---------------------------------------------------------------- manifest lines
 
 
-def dump_event(line: EventLine) -> bytes:
-    """One manifest line, with its newline."""
+def dump_commit(shards: Sequence[ShardLine], events: Sequence[str]) -> bytes:
+    """One manifest line with its newline, of events as `dump_event` gives them."""
+    listed = [{"file": shard.file, "bytes": shard.nbytes, "crc32c": f"{shard.crc32c:08x}"} for shard in shards]
+    return strict_json.seal(f'{{"shards":{strict_json.COMPACT.encode(listed)},"events":[{",".join(events)}]}}')
+
+
+def dump_event(line: EventLine) -> str:
+    """One event of a manifest line."""
     entry = {field: getattr(line, field) for field in ("order", "step", "path", "port", "call", "backward", "shard")}
-    return strict_json.seal(
-        strict_json.COMPACT.encode(
-            {**entry, "structure": line.structure, "tensors": [*map(_dump_tensor, line.tensors)]}
-        )
+    return strict_json.COMPACT.encode(
+        {**entry, "structure": line.structure, "tensors": [*map(_dump_tensor, line.tensors)]}
     )
 
 
@@ -204,13 +250,56 @@ def _dump_tensor(line: TensorLine) -> dict[str, Any]:
     return entry
 
 
-def parse_event(data: bytes, place: object) -> EventLine:
+def parse_commit(data: bytes, place: Line) -> Commit:
     """Read one manifest line; everything is checked but the inside of ``structure``.
 
     Raises:
         FormatError: The line is damaged or hostile.
     """
     entry = strict_json.unseal(data, place)
+    shards = tuple([_parse_shard(shard, place) for shard in get(entry, "shards", list, place)])
+    listed = enumerate(get(entry, "events", list, place))
+    events = tuple([_parse_event(event, place._replace(event=number)) for number, event in listed])
+    _check_shards(shards, events, place)
+    return Commit(shards, events)
+
+
+def _check_shards(shards: tuple[ShardLine, ...], events: tuple[EventLine, ...], place: Line) -> None:
+    sizes = {shard.file: shard.nbytes for shard in shards}
+    if len(sizes) != len(shards):
+        raise fault(place, "it names a shard twice")
+    needed: Counter[str] = Counter()
+    for number, event in enumerate(events):
+        if event.shard is not None and event.shard not in sizes:
+            raise fault(place._replace(event=number), f"its shard {show(event.shard)} is none of those of its line")
+        if event.shard is not None:
+            needed[event.shard] += sum(tensor.nbytes for tensor in event.tensors)
+    for name, nbytes in needed.items():
+        if sizes[name] < nbytes:
+            raise fault(place, f"its shard {name} has {sizes[name]} bytes, its tensors need {nbytes}")
+
+
+def _parse_shard(entry: Any, place: Line) -> ShardLine:
+    if type(entry) is not dict:
+        raise fault(place, f'"shards" has to be a list of objects, it has {show(entry)}')
+    file, crc32c = _shard_name(entry, "file", place), entry.get("crc32c")
+    (nbytes,) = counts(entry, ("bytes",), place)
+    if type(crc32c) is not str or not _CRC32C.fullmatch(crc32c):
+        raise fault(place, f'"crc32c" has to be 8 hexadecimal digits, it is {show(crc32c)}')
+    return ShardLine(file, nbytes, int(crc32c, 16))
+
+
+def _shard_name(entry: dict[str, Any], key: str, place: Line) -> str:
+    """A bare name: whatever could lead out of the writer's folder does not match."""
+    name = entry.get(key)
+    if type(name) is not str or not SHARD_NAME.fullmatch(name):
+        raise fault(place, f'"{key}" has to be a name like {shard_name(0)}, it is {show(name)}')
+    return name
+
+
+def _parse_event(entry: Any, place: Line) -> EventLine:
+    if type(entry) is not dict:
+        raise fault(place, f"an object was expected, it has {show(entry)}")
     port = get(entry, "port", str, place)
     if port not in PORTS:
         raise fault(place, f'"port" has to be one of {", ".join(PORTS)}, it is {show(port)}')
@@ -218,20 +307,16 @@ def parse_event(data: bytes, place: object) -> EventLine:
         raise fault(place, '"structure" is missing')
     tensors = tuple([_parse_tensor(tensor, place) for tensor in get(entry, "tensors", list, place)])
     order, step, call, backward = counts(entry, _PLACE, place)
-    path, shard = get(entry, "path", str, place), _parse_shard(entry, tensors, place)
+    path, shard = get(entry, "path", str, place), _shard_of(entry, tensors, place)
     return EventLine(order, step, path, port, call, backward, shard, entry["structure"], tensors)
 
 
-def _parse_shard(entry: dict[str, Any], tensors: tuple[TensorLine, ...], place: object) -> str | None:
-    shard = entry.get("shard")
-    if shard is None:
-        if any(tensor.data for tensor in tensors):
-            raise fault(place, 'it has tensors with data, but no "shard"')
-        return None
-    # only a bare name: whatever could lead out of the writer's folder does not match
-    if type(shard) is not str or not SHARD_NAME.fullmatch(shard):
-        raise fault(place, f'"shard" has to be a name like {shard_name(0)}, it is {show(shard)}')
-    return shard
+def _shard_of(entry: dict[str, Any], tensors: tuple[TensorLine, ...], place: Line) -> str | None:
+    if entry.get("shard") is not None:
+        return _shard_name(entry, "shard", place)
+    if any(tensor.data for tensor in tensors):
+        raise fault(place, 'it has tensors with data, but no "shard"')
+    return None
 
 
 def _parse_tensor(entry: Any, place: object) -> TensorLine:

@@ -15,9 +15,9 @@ from torch import Tensor
 from hookline.stats.summary import Summary
 from hookline.store import format as layout
 from hookline.store.folders import read_head
-from hookline.store.format import HEAD, MANIFEST, EventLine, ModuleInfo, TensorLine
+from hookline.store.format import HEAD, MANIFEST, Commit, EventLine, ModuleInfo, TensorLine
 from hookline.store.shard import Shard, meta_tensor, open_regular, torch_dtype
-from hookline.store.strict_json import DAMAGED, fault
+from hookline.store.strict_json import fault
 from hookline.store.structure import decode
 
 _OTHER_FOLDER = "Pass a folder that Hookline wrote, such as run.hookline."
@@ -102,11 +102,13 @@ class StoredParts(NamedTuple):
         info: What its writer knew about it.
         modules: The modules of the model by path, in the order of the model.
         events: The events of all writers, by order and step.
+        torn: The manifests with an unfinished last line, which does not count: its writer was killed, or is at it.
     """
 
     info: dict[str, Any]
     modules: dict[str, ModuleInfo]
     events: list[StoredEvent]
+    torn: tuple[Path, ...] = ()
 
 
 def open_recording(folder: str | os.PathLike[str]) -> StoredParts:
@@ -116,20 +118,28 @@ def open_recording(folder: str | os.PathLike[str]) -> StoredParts:
         folder: The recording, ``run.hookline``.
 
     Raises:
-        FormatError: It is missing, foreign, of a newer version, damaged or hostile. The message names the file.
+        FormatError: It is missing, foreign, of another version, damaged or hostile. The message names the file.
     """
-    path = Path(os.path.abspath(folder))  # shards are opened later, perhaps from another working directory
-    _check_folder(path)
+    path = place_of_recording(folder)
+    events: list[StoredEvent] = []
+    torn: list[Path] = []
     try:
         info, modules = layout.parse_head(read_head(path), path / HEAD)
-        events = [event for writer in _writers(path) for event in _read_manifest(writer)]
+        for writer in writers(path):
+            _read_manifest(writer, events, torn)
     except OSError as error:
         raise fault(path, f"it cannot be read ({error})", "Check its permissions and its disk.") from error
     events.sort(key=lambda event: (event.order, event.step))
-    return StoredParts(info, modules, events)
+    return StoredParts(info, modules, events, tuple(torn))
 
 
-def _check_folder(folder: Path) -> None:
+def place_of_recording(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a recording, since its shards may be opened from another working directory.
+
+    Raises:
+        FormatError: There is none.
+    """
+    folder = Path(os.path.abspath(path))
     if not os.path.lexists(folder):
         raise fault(folder, "there is no recording of that name", "Check the path.")
     if folder.name in (HEAD, MANIFEST) or not folder.is_dir():
@@ -137,9 +147,10 @@ def _check_folder(folder: Path) -> None:
     if not os.path.lexists(folder / HEAD):
         advice = f"Pass its parent, {folder.parent}." if (folder.parent / HEAD).exists() else _OTHER_FOLDER
         raise fault(folder, f"this folder is not a Hookline recording (it has no {HEAD})", advice)
+    return folder
 
 
-def _writers(folder: Path) -> Iterator[Path]:
+def writers(folder: Path) -> Iterator[Path]:
     """The writers' folders that have a manifest, in order; other things in the folder are not ours to judge."""
     for path in sorted(folder.iterdir()):
         if layout.WRITER_NAME.fullmatch(path.name):
@@ -149,31 +160,51 @@ def _writers(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def _read_manifest(writer: Path) -> Iterator[StoredEvent]:
-    shards: dict[str, Shard] = {}
-    needed: dict[str, int] = {}
+def _read_manifest(writer: Path, events: list[StoredEvent], torn: list[Path]) -> None:
     manifest = writer / MANIFEST
-    for number, text in enumerate(_lines(manifest), start=1):
+    seen: set[str] = set()
+    for number, text in enumerate(lines(manifest), start=1):
+        if not text.endswith(b"\n"):
+            torn.append(manifest)
+            return
         place = layout.Line(manifest, number)
-        line = layout.parse_event(text, place)
-        decode(line.structure, range(len(line.tensors)), place)
-        if line.shard is None:
-            yield StoredEvent(line, None, place)
-            continue
-        if line.shard not in shards:
-            shards[line.shard] = Shard(writer / line.shard)
-        needed[line.shard] = needed.get(line.shard, 0) + sum(tensor.nbytes for tensor in line.tensors)
-        yield StoredEvent(line, shards[line.shard], place)
-    for name, shard in shards.items():
-        if shard.size < needed[name]:
-            found = f"it has {shard.size} bytes, its tensors need {needed[name]}"
-            raise fault(shard.path, found, f"It is truncated. {DAMAGED}")
+        commit = parse_commit(text, place, seen)
+        shards: dict[str | None, Shard] = {
+            shard.file: Shard(writer / shard.file, shard.nbytes) for shard in commit.shards
+        }
+        for index, line in enumerate(commit.events):
+            events.append(StoredEvent(line, shards.get(line.shard), place._replace(event=index)))
 
 
-def _lines(manifest: Path) -> Iterator[bytes]:
-    """The complete lines; one without a newline was being written when the writer was killed."""
+def parse_commit(text: bytes, place: layout.Line, seen: set[str]) -> Commit:
+    """Read one line of a manifest, and check all of it that can be checked without its shards.
+
+    Args:
+        text: The line.
+        place: Where it stands.
+        seen: The shards that earlier lines of the manifest name; those of this line are added.
+
+    Raises:
+        FormatError: The line is damaged or hostile, or names a shard that another line names.
+    """
+    commit = layout.parse_commit(text, place)
+    for index, line in enumerate(commit.events):
+        decode(line.structure, range(len(line.tensors)), place._replace(event=index))
+    names = {shard.file for shard in commit.shards}
+    if names & seen:
+        raise fault(place, f"it names the shard {min(names & seen)}, which an earlier line names")
+    seen |= names
+    return commit
+
+
+def lines(manifest: Path) -> Iterator[bytes]:
+    """The lines of a manifest; a last one without a newline was being written when the writer was killed.
+
+    Raises:
+        FormatError: A line is too long.
+    """
     with open_regular(manifest) as file:
-        while (line := file.readline(layout.MAX_LINE + 1)).endswith(b"\n"):
+        while line := file.readline(layout.MAX_LINE + 1):
+            if len(line) > layout.MAX_LINE:
+                raise fault(manifest, f"a line has more than {layout.MAX_LINE} bytes")
             yield line
-        if len(line) > layout.MAX_LINE:
-            raise fault(manifest, f"a line has more than {layout.MAX_LINE} bytes")

@@ -15,18 +15,38 @@ import torch
 from torch import Tensor
 
 from hookline.store import header
+from hookline.store.crc32c import crc32c
 from hookline.store.dtypes import STORAGE
-from hookline.store.format import TensorLine
-from hookline.store.strict_json import fault
-from hookline.store.tensors import Stage, Stored, write_all
+from hookline.store.format import ShardLine, TensorLine, draft_name
+from hookline.store.strict_json import DAMAGED, fault
+from hookline.store.tensors import Sink, Stage, Stored, write_all
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STORAGE if hasattr(torch, name)}
 _RESOLVE = "Copy the recording with its links resolved: cp -rL."
 _COPY_WHOLE = "Copy the whole folder again, with all its files."
 
 
-def write_shard(path: Path, tensors: Iterable[tuple[str, Stored]]) -> None:
-    """Write named tensors as a safetensors file, and wait until the disk has it.
+class _Summed:
+    """A file that is written from front to back, and the checksum of what was written."""
+
+    def __init__(self, file: Sink) -> None:
+        self._file = file
+        self.nbytes = self.crc32c = 0
+
+    def write(self, data: memoryview, /) -> int:
+        count = self._file.write(data)
+        self.crc32c = crc32c(data[:count], self.crc32c)
+        self.nbytes += count
+        return count
+
+
+def write_shard(path: Path, tensors: Iterable[tuple[str, Stored]]) -> ShardLine:
+    """Write named tensors as a safetensors file and wait until the disk has it; its name, the folder has to be synced.
+
+    Until it is complete it has a temporary name. A failure may leave that behind.
+
+    Returns:
+        Its entry in the manifest; the checksum is that of what was to be written, not of what the disk made of it.
 
     Raises:
         OSError: It could not be written.
@@ -35,15 +55,19 @@ def write_shard(path: Path, tensors: Iterable[tuple[str, Stored]]) -> None:
     # from the largest element to the smallest, so that each begins at a multiple of its size
     ordered = sorted(tensors, key=lambda named: -named[1].storage.itemsize)
     start = header.build(((name, kept.storage.code, kept.storage.shape(kept.shape)) for name, kept in ordered), path)
-    with open(path, "wb", buffering=0) as file:
-        write_all(file, start)
-        stage = Stage(file, sum(kept.nbytes for _, kept in ordered))
+    draft = path.with_name(draft_name(path.name))
+    with open(draft, "wb", buffering=0) as file:
+        summed = _Summed(file)
+        write_all(summed, start)
+        stage = Stage(summed, sum(kept.nbytes for _, kept in ordered))
         with torch.no_grad():
             for _, kept in ordered:
                 if kept.data is not None:
                     stage.add(kept.data)
         stage.flush()
         os.fsync(file.fileno())
+    os.replace(draft, path)
+    return ShardLine(path.name, summed.nbytes, summed.crc32c)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -79,23 +103,22 @@ class Shard:
 
     Args:
         path: The file. It is checked to exist, and remembered well enough to notice when it is exchanged.
+        size: Bytes that it has to have.
 
     Raises:
-        FormatError: It is missing or not a plain file.
+        FormatError: It is missing, not a plain file, or of another size.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, size: int) -> None:
+        self.path, self.size = path, size
         self._seen = _identity(check_regular(path))
+        if self._seen[0] != size:
+            found = f"it has {self._seen[0]} bytes, its manifest says {size}"
+            raise fault(path, found, f"It is truncated. {DAMAGED}" if self._seen[0] < size else DAMAGED)
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process, which maps the file itself."""
-        return {"path": self.path, "_seen": self._seen}
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self._seen[0]
+        return {"path": self.path, "size": self.size, "_seen": self._seen}
 
     def tensor(self, line: TensorLine) -> Tensor:
         """The tensor of a manifest line: memory of its own, mapped privately from the file.
@@ -123,11 +146,16 @@ class Shard:
         return self._mapped, self._place(line)[0]
 
     def _place(self, line: TensorLine) -> tuple[int, int]:
-        found = self._find(line)
-        return self._header.start + found.begin, self._header.start + found.end
+        found = self.find(line)
+        return self.contents.start + found.begin, self.contents.start + found.end
 
-    def _find(self, line: TensorLine) -> header.Entry:
-        found, storage = self._header.entries.get(line.name), STORAGE[line.dtype]
+    def find(self, line: TensorLine) -> header.Entry:
+        """The place of the tensor of a manifest line.
+
+        Raises:
+            FormatError: The header is damaged or hostile, or does not hold that tensor.
+        """
+        found, storage = self.contents.entries.get(line.name), STORAGE[line.dtype]
         if found is None:
             raise fault(self.path, f"it has no tensor named {line.name!r}, which its manifest names")
         wanted = storage.shape(line.shape)
@@ -137,7 +165,12 @@ class Shard:
         return found
 
     @cached_property
-    def _header(self) -> header.Header:
+    def contents(self) -> header.Header:
+        """What the file says it holds.
+
+        Raises:
+            FormatError: The header is damaged or hostile.
+        """
         with open_regular(self.path) as file:
             if _identity(os.fstat(file.fileno())) != self._seen:
                 raise fault(self.path, "it was changed since the recording was opened", "Open the recording again.")

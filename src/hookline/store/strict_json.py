@@ -67,6 +67,11 @@ def seal(text: str) -> bytes:
     return body + b',"crc":"%08x"}\n' % zlib.crc32(body)
 
 
+def is_sealed(data: bytes) -> bool:
+    """Whether a text ends with a checksum; not whether that is right."""
+    return _CHECKSUM.search(data.rstrip(b"\n")) is not None
+
+
 def unseal(data: bytes, place: object) -> dict[str, Any]:
     """The object in a sealed text; one without a checksum is accepted.
 

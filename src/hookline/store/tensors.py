@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import BinaryIO
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -127,6 +127,14 @@ def _name(thing: torch.dtype | torch.layout) -> str:
     return str(thing).removeprefix("torch.")
 
 
+class Sink(Protocol):
+    """An unbuffered file as `Stage` needs it."""
+
+    def write(self, data: memoryview, /) -> int:
+        """Write some bytes, perhaps not all of them; returns how many."""
+        ...
+
+
 class Stage:
     """Gathers the bytes of tensors on the CPU and writes them to a file in large pieces.
 
@@ -137,7 +145,7 @@ class Stage:
         size: Bytes that will be written in all.
     """
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
+    def __init__(self, file: Sink, size: int) -> None:
         self._file = file
         self._size = min(size, _STAGE)
         self._bytes = torch.empty(self._size, dtype=torch.uint8, device="cpu")
@@ -162,7 +170,7 @@ class Stage:
         self._used = 0
 
 
-def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+def write_all(file: Sink, data: bytes | memoryview) -> None:
     """Write to an unbuffered file, which may take a part only."""
     rest = memoryview(data)
     while rest:

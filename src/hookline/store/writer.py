@@ -24,8 +24,9 @@ _AT_ONCE = 20_000
 class Writer:
     """Writes one recording, or one process's part of it. A context manager.
 
-    What an `append` that returned has written survives a crash. Several processes may write into one recording, each
-    with its own ``writer``: the first to come makes the folder, the others join it.
+    What an `append` that returned has written survives a crash, and a crash leaves of the others nothing that is read.
+    Several processes may write into one recording, each with its own ``writer``: the first to come makes the folder,
+    the others join it. No two ever write into the same file, not even those that come with the same number at once.
 
     Args:
         folder: The recording, ``run.hookline``. Missing parents are made.
@@ -55,14 +56,17 @@ class Writer:
         self.folder = folders.place_of(folder)
         with _writing(self.folder):
             if overwrite:
-                _replace(self.folder, head, own, whole=writer == 0)
+                _replace(self.folder, head, own, writer)
             else:
-                _claim(self.folder, head, own)
+                _claim(self.folder, head, own, writer)
             self._appender = Appender(self.folder / own)
         self._closed = False
 
     def append(self, events: Iterable[EventLike]) -> list[StoredEvent]:
         """Write some events and wait until the disk has them. After an error, it is as if it had not been called.
+
+        They are one commit: a reader finds all of them or none, also after a crash. Only where they need more than
+        64 MiB of JSON, some 200,000 tensors, are they several commits, of which a crash may leave the first ones.
 
         Returns:
             The events as they stand on disk, in the same order.
@@ -127,12 +131,12 @@ def save(
         FormatError: Something else stands there, or the place cannot be written to.
         ArgumentError: ``info`` is not JSON, or an event holds something that cannot be stored.
     """
-    head, place = dump_head(info, modules), folders.place_of(folder)
+    head, place, own = dump_head(info, modules), folders.place_of(folder), writer_name(0)
     with _writing(place):
         _refuse(place, overwrite)
-        draft = folders.make_draft(place, head, writer_name(0))
+        draft = folders.make_draft(place, head, own)
         try:
-            with contextlib.closing(Appender(draft / writer_name(0))) as appender:
+            with contextlib.closing(Appender(draft / own)) as appender:
                 rest = iter(events)
                 while some := list(itertools.islice(rest, _AT_ONCE)):
                     appender.append(some)
@@ -170,7 +174,7 @@ def _put(draft: Path, folder: Path, overwrite: bool) -> None:
         folders.publish(draft, folder)
 
 
-def _claim(folder: Path, head: bytes, own: str) -> None:
+def _claim(folder: Path, head: bytes, own: str, writer: int) -> None:
     """Make a new recording, or join one that has no part of this writer yet."""
     if not folders.is_taken(folder):
         draft = folders.make_draft(folder, head, own)
@@ -180,21 +184,20 @@ def _claim(folder: Path, head: bytes, own: str) -> None:
             folders.remove(draft)
             if not isinstance(error, OSError) or not folders.is_taken(folder):
                 raise  # otherwise another process was faster: join it
-    try:
-        folders.add_writer(folder, own)
-    except FileExistsError:
+    if folders.parts_of(folder, writer):
         folders.refuse_taken(folder)
+    folders.add_writer(folder, own)
 
 
-def _replace(folder: Path, head: bytes, own: str, *, whole: bool) -> None:
+def _replace(folder: Path, head: bytes, own: str, writer: int) -> None:
     if not folders.is_taken(folder):
-        return _claim(folder, head, own)
+        return _claim(folder, head, own, writer)
     folders.check_replaceable(folder)
-    if not whole:
-        if (folder / own).exists():
-            part = folders.hidden(folder, "old")
-            os.rename(folder / own, part)
-            folders.remove(part)
+    if writer != 0:
+        for part in folders.parts_of(folder, writer):
+            old = folders.hidden(folder, "old")
+            os.rename(part, old)
+            folders.remove(old)
         return folders.add_writer(folder, own)
     draft = folders.make_draft(folder, head, own)
     try:

@@ -1,0 +1,148 @@
+"""Looking for damage: every byte of a recording is read and compared with its checksums and its manifests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from hookline.errors import FormatError
+from hookline.store import format as layout
+from hookline.store import reader
+from hookline.store.crc32c import crc32c
+from hookline.store.folders import read_head
+from hookline.store.format import HEAD, MANIFEST, Commit, Line, ShardLine, TensorLine
+from hookline.store.shard import Shard, open_regular
+from hookline.store.strict_json import fault, is_sealed
+
+_PIECE = 8 << 20
+"""Bytes of a shard that are in memory at once."""
+
+
+class Report(NamedTuple):
+    """What is in a recording, and what is wrong with it.
+
+    Attributes:
+        writers: Folders of writers.
+        events: Events of all commits that can be read.
+        shards: Shards that they name.
+        nbytes: Bytes of these shards, as their manifests say.
+        problems: One line for each thing that is wrong.
+        torn: The manifests with an unfinished last line: an append was cut off or is under way; that is no damage.
+    """
+
+    writers: int
+    events: int
+    shards: int
+    nbytes: int
+    problems: list[str]
+    torn: list[Path]
+
+
+def verify(folder: str | os.PathLike[str]) -> Report:
+    """Read all of a recording and say what is wrong with it. The first problem does not end the search.
+
+    Every checksum, the size of every shard, and dtype and shape of every tensor are compared. Files that no manifest
+    names are not looked at.
+
+    Args:
+        folder: The recording, ``run.hookline``.
+
+    Raises:
+        FormatError: There is no recording of that name.
+    """
+    path = reader.place_of_recording(folder)
+    search = _Search()
+    with search.noting(path):
+        _check_head(path)
+    writers: list[Path] = []
+    with search.noting(path):
+        writers += reader.writers(path)
+        search.problems += _orphans(path, writers)
+    for writer in writers:
+        with search.noting(writer / MANIFEST):
+            search.look_at(writer)
+    return Report(len(writers), search.events, search.shards, search.nbytes, search.problems, search.torn)
+
+
+def _check_head(folder: Path) -> None:
+    text, place = read_head(folder), folder / HEAD
+    layout.parse_head(text, place)
+    _check_sealed(text, place)
+
+
+def _check_sealed(text: bytes, place: object) -> None:
+    if not is_sealed(text):
+        raise fault(place, "it has no checksum, so nobody can tell whether it is as it was written")
+
+
+def _orphans(folder: Path, writers: list[Path]) -> Iterator[str]:
+    """Complaints about writers' folders that lost their manifest; one that was made just now has no shards either."""
+    for path in sorted(folder.iterdir()):
+        lost = layout.WRITER_NAME.fullmatch(path.name) and path not in writers
+        if lost and any(layout.SHARD_NAME.fullmatch(file.name) for file in path.iterdir()):
+            yield str(fault(path / MANIFEST, "this part of the recording is missing, its shards are there"))
+
+
+class _Search:
+    """What was found so far."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.torn: list[Path] = []
+        self.events = self.shards = self.nbytes = 0
+
+    @contextlib.contextmanager
+    def noting(self, place: Path) -> Iterator[None]:
+        """Note an error as a problem and go on behind the with-block."""
+        try:
+            yield
+        except FormatError as error:
+            self.problems.append(str(error))
+        except OSError as error:
+            self.problems.append(str(fault(place, f"it cannot be read ({error})", "Check its permissions and disk.")))
+
+    def look_at(self, writer: Path) -> None:
+        """Search a writer's folder."""
+        manifest = writer / MANIFEST
+        seen: set[str] = set()
+        for number, text in enumerate(reader.lines(manifest), start=1):
+            if not text.endswith(b"\n"):
+                self.torn.append(manifest)
+                return
+            place = Line(manifest, number)
+            with self.noting(manifest):
+                commit = reader.parse_commit(text, place, seen)
+                self.events += len(commit.events)
+                for shard in commit.shards:
+                    with self.noting(writer / shard.file):
+                        self._check_shard(writer, shard, commit)
+                _check_sealed(text, place)
+
+    def _check_shard(self, writer: Path, entry: ShardLine, commit: Commit) -> None:
+        self.shards, self.nbytes = self.shards + 1, self.nbytes + entry.nbytes
+        shard = Shard(writer / entry.file, entry.nbytes)
+        with self.noting(shard.path):
+            _check_sum(shard.path, entry)
+        shard.contents  # noqa: B018 (raises once what each tensor would raise)
+        for event in commit.events:
+            if event.shard == entry.file:
+                for tensor in event.tensors:
+                    with self.noting(shard.path):
+                        _check_tensor(shard, tensor)
+
+
+def _check_sum(path: Path, entry: ShardLine) -> None:
+    found = 0
+    with open_regular(path) as file:
+        while piece := file.read(_PIECE):
+            found = crc32c(piece, found)
+    if found != entry.crc32c:
+        raise fault(path, f"its checksum is {found:08x}, its manifest says {entry.crc32c:08x}")
+
+
+def _check_tensor(shard: Shard, tensor: TensorLine) -> None:
+    if tensor.data:
+        shard.find(tensor)

@@ -1,0 +1,332 @@
+"""Kills, cuts and many writers: what an append that returned has written is there, and of the others nothing or all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hookline import store
+from hookline.errors import FormatError
+from hookline.record.event import Event
+from hookline.store import Writer, appender, folders, verify
+from hookline.store import format as layout
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs fork and signals")
+
+SHARED = """
+    import os, random, signal, sys, time, torch
+    from hookline.record.event import Event
+    from hookline.store import Writer, appender, shard, tensors
+
+    torch.set_num_threads(1)
+
+    def whole(number, path="a"):
+        # one append: as many events as its number says, with sizes that depend on it
+        place = lambda part: (number * 10 + part, number, path, "output", part, 0)
+        size, parts = 1 + number * 997 % 5000, range(2 + number % 3)
+        return [Event(*place(part), torch.full((size,), float(number))) for part in parts]
+
+    def fork(work):
+        child = os.fork()
+        if child == 0:
+            try:
+                work()
+            finally:
+                os._exit(1)
+        return child
+"""
+
+
+def start(text: str, *args: object) -> subprocess.Popen[str]:
+    code = textwrap.dedent(SHARED) + textwrap.dedent(text)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out
+
+
+def appends(folder: Path) -> dict[str, list[int]]:
+    """The appends that can be read, by path; each has to be whole and every element right."""
+    parts: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for event in store.open_recording(folder).events:
+        assert event.value.shape == (1 + event.step * 997 % 5000,)
+        assert set(event.value.tolist()) == {float(event.step)}
+        parts[event.path, event.step].append(event.call)
+    found: dict[str, list[int]] = defaultdict(list)
+    for (path, number), calls in parts.items():
+        assert sorted(calls) == [*range(2 + number % 3)], "half an append, or a doubled one"
+        found[path].append(number)
+    return {path: sorted(numbers) for path, numbers in found.items()}
+
+
+# ---------------------------------------------------------------- between the shard and the line
+
+
+def event(order: int, size: int = 4) -> Event:
+    return Event(order, order, "a", "output", 0, 0, torch.full((size,), float(order)))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("place", ["lines", "rename"])
+def test_an_error_between_shard_and_line(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(appender, "SHARD_BYTES", 100)
+    with Writer(tmp_path / "run", info={}, modules={}) as writer:
+        writer.append(map(event, range(3)))
+        before = files(tmp_path)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(*((appender.Appender, "_write_lines") if place == "lines" else (os, "replace")), fail)
+            writer.append(map(event, range(3, 30)))
+        assert files(tmp_path) == before
+        written = writer.append(map(event, range(3, 30)))
+    assert [one.value[0].item() for one in written] == [*range(3, 30)]
+    assert [one.value[0].item() for one in store.open_recording(tmp_path / "run").events] == [*range(30)]
+    assert verify(tmp_path / "run").problems == []
+    assert not [name for name in files(tmp_path) if "tmp" in name or "/." in name]
+
+
+EXITS = """
+    def leave(*args, **kwargs):
+        os._exit(9)
+
+    def half(self, lines):
+        os.write(self._manifest.fileno(), lines[0][: len(lines[0]) // 2])
+        os._exit(9)
+
+    def append(folder, target, name, change):
+        with Writer(folder, info={}, modules={}) as writer:
+            writer.append(whole(0))
+            setattr(target, name, change)
+            writer.append(whole(1))
+
+    exits = {
+        "data": (tensors.Stage, "flush", leave),
+        "rename": (os, "replace", leave),
+        "lines": (appender.Appender, "_write_lines", leave),
+        "half": (appender.Appender, "_write_lines", half),
+    }
+    for name, where in exits.items():
+        child = fork(lambda: append(f"{sys.argv[1]}/{name}", *where))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+"""
+
+
+def test_an_exit_between_shard_and_line(tmp_path: Path) -> None:
+    finish(start(EXITS, tmp_path))
+    left = {}
+    for name in ("data", "rename", "lines", "half"):
+        folder = tmp_path / name
+        assert appends(folder) == {"a": [0]}
+        report = verify(folder)
+        assert (report.problems, report.events, len(report.torn)) == ([], 2, int(name == "half"))
+        left[name] = sorted(path.name for path in folder.rglob("*.safetensors*"))
+        with Writer(folder, info={}, modules={}, writer=1) as writer:
+            writer.append([Event(100, 4, "b", "output", call, 0, torch.full((3989,), 4.0)) for call in range(3)])
+        assert appends(folder) == {"a": [0], "b": [4]}
+        store.save(folder, info={}, modules={}, events=[], overwrite=True)
+        assert store.open_recording(folder).events == []
+    assert left["data"] == left["rename"] == [".000001.safetensors.tmp", "000000.safetensors"]
+    assert left["lines"] == left["half"] == ["000000.safetensors", "000001.safetensors"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no list of open files")
+def test_what_is_waited_for_before_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash of the machine cannot be made here; what protects from it is the order of these calls."""
+    calls: list[str] = []
+
+    def logged(name: str, real: Any) -> Any:
+        def call(target: Any, *rest: Any) -> Any:
+            path = Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else Path(target)
+            calls.append(f"{name} {path.name.partition('-')[0]}")
+            return real(target, *rest)
+
+        return call
+
+    monkeypatch.setattr(appender, "SHARD_BYTES", 16)
+    with Writer(tmp_path / "run", info={}, modules={}) as writer:
+        real = appender.write_all
+        monkeypatch.setattr(
+            appender, "write_all", lambda file, data: logged("write", lambda _: real(file, data))(file.name)
+        )
+        for name in ("fsync", "replace"):
+            monkeypatch.setattr(os, name, logged(name, getattr(os, name)))
+        writer.append(map(event, range(2)))
+    assert calls == [
+        *("fsync .000000.safetensors.tmp", "replace .000000.safetensors.tmp"),
+        *("fsync .000001.safetensors.tmp", "replace .000001.safetensors.tmp"),
+        *("fsync w00000", "write manifest.jsonl", "fsync manifest.jsonl"),
+    ]
+
+
+def test_two_writers_of_one_number_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither sees the other in time; no file is written by both."""
+    folder = tmp_path / "run"
+    with Writer(folder, info={}, modules={}) as first:
+        monkeypatch.setattr(folders, "parts_of", lambda *_: [])
+        with Writer(folder, info={}, modules={}) as second:
+            for order in range(6):
+                (first if order % 2 else second).append([event(order)])
+    assert [one.order for one in store.open_recording(folder).events] == [*range(6)]
+    assert len(list(folder.glob("w00000-*"))) == 2
+
+
+# ---------------------------------------------------------------- one append, one line
+
+
+def lines_of(folder: Path) -> list[bytes]:
+    (manifest,) = folder.glob("w*/manifest.jsonl")
+    return manifest.read_bytes().splitlines(keepends=True)
+
+
+def test_an_append_is_one_line_whatever_shards_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appender, "SHARD_BYTES", 100)
+    store.save(tmp_path / "run", info={}, modules={}, events=map(event, range(20)))
+    (line,) = lines_of(tmp_path / "run")
+    assert line.count(b'"crc32c"') == len(list(tmp_path.glob("run/w*/*.safetensors"))) == 4
+
+
+def test_an_append_that_needs_too_long_a_line_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "MAX_LINE", 2000)
+    with Writer(tmp_path / "run", info={}, modules={}) as writer:
+        written = writer.append([*map(event, range(20)), Event(20, 0, "b", "output", 0, 0, None)])
+        before = files(tmp_path)
+        with pytest.raises(store.appender.ArgumentError, match=r"need a manifest line of \d+ bytes, at most 2000 are"):
+            writer.append([event(21), Event(22, 0, "b", "output", 0, 0, "x" * 2000)])
+        assert files(tmp_path) == before
+        writer.append([event(21)])
+    found = lines_of(tmp_path / "run")
+    assert 3 < len(found) < 20
+    assert max(map(len, found)) <= 2000
+    events = store.open_recording(tmp_path / "run").events
+    assert [one.order for one in events] == [*range(22)]
+    assert [one.value[0].item() for one in events if one.path == "a"] == [*range(20), 21]
+    assert [str(one._place) for one in events[:21]] == [str(one._place) for one in written]
+    assert verify(tmp_path / "run").problems == []
+
+
+# ---------------------------------------------------------------- cut off anywhere
+
+
+@pytest.mark.parametrize("pattern", ["recording.json", "w*/manifest.jsonl", "w*/000003.safetensors"])
+def test_a_file_that_is_cut_off_anywhere(pattern: str, tmp_path: Path) -> None:
+    """At every byte of its last KiB: a FormatError, or the events of the whole lines before, each right."""
+    folder = tmp_path / "run"
+    with Writer(folder, info={"text": "x" * 1000}, modules={}) as writer:
+        for number in range(4):
+            writer.append([event(number * 2, 200), event(number * 2 + 1, 200)])
+    (path,) = folder.glob(pattern)
+    whole = path.read_bytes()
+    outcomes = set()
+    for end in range(len(whole) - 1, len(whole) - 1025, -1):
+        path.write_bytes(whole[:end])
+        try:
+            parts = store.open_recording(folder)
+            found = [set(one.value.tolist()) for one in parts.events]
+        except FormatError as error:
+            assert str(path) in str(error)
+            outcomes.add("refused")
+            continue
+        lines = whole[:end].count(b"\n") if path.suffix == ".jsonl" else 4
+        assert found == [{float(order)} for order in range(lines * 2)]
+        assert parts.torn == ((path,) if path.suffix == ".jsonl" and whole[end - 1 : end] != b"\n" else ())
+        outcomes.add(lines)
+    # without the newline at its end, recording.json still says it all
+    wanted = {".jsonl": {3, 2}, ".json": {"refused", 4}, ".safetensors": {"refused"}}
+    assert outcomes == wanted[path.suffix]
+
+
+# ---------------------------------------------------------------- many at once
+
+WRITERS, APPENDS = 4, 40
+
+AT_ONCE = """
+    def write(rank):
+        with Writer(sys.argv[1], info={}, modules={}, writer=rank) as writer:
+            for number in range(int(sys.argv[3])):
+                writer.append(whole(number, f"rank{rank}"))
+        os._exit(0)
+
+    children = [fork(lambda: write(rank)) for rank in range(int(sys.argv[2]))]
+    for child in children:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def test_four_processes_and_a_reader_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(AT_ONCE, folder, WRITERS, APPENDS)
+    seen: list[int] = []
+    while process.poll() is None:
+        if folder.exists():
+            found = appends(folder)
+            assert all(numbers == [*range(len(numbers))] for numbers in found.values())
+            seen.append(sum(map(len, found.values())))
+    finish(process)
+    assert seen == sorted(seen)
+    assert any(0 < count < WRITERS * APPENDS for count in seen), "the reader saw nothing on the way"
+    assert appends(folder) == {f"rank{rank}": [*range(APPENDS)] for rank in range(WRITERS)}
+    assert verify(folder).problems == []
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+# ---------------------------------------------------------------- killed
+
+KILLS = 20
+
+KILLED = """
+    def write(folder, pipe):
+        with Writer(folder, info={}, modules={}) as writer:
+            for number in range(10**6):
+                os.write(pipe, f"begin {number}\\n".encode())
+                writer.append(whole(number))
+                os.write(pipe, f"done {number}\\n".encode())
+
+    chance = random.Random(0)
+    for kill in range(int(sys.argv[2])):
+        read_end, write_end = os.pipe()
+        child = fork(lambda: write(f"{sys.argv[1]}/{kill}", write_end))
+        os.close(write_end)
+        said = os.read(read_end, 100)
+        time.sleep(chance.random() * 0.06)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        while more := os.read(read_end, 10000):
+            said += more
+        os.close(read_end)
+        words = said.decode().split()
+        last = {"begin": -1, "done": -1}
+        last.update(zip(words[::2], words[1::2]))
+        print(last["begin"], last["done"])
+"""
+
+
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    lines = finish(start(KILLED, tmp_path, KILLS)).splitlines()
+    assert len(lines) == KILLS
+    returned = 0
+    for kill, line in enumerate(lines):
+        begun, done = map(int, line.split())
+        numbers = appends(tmp_path / str(kill)).get("a", [])
+        assert numbers == [*range(len(numbers))]
+        assert done <= len(numbers) - 1 <= begun
+        assert verify(tmp_path / str(kill)).problems == []
+        returned += done + 1
+    assert returned > KILLS, "hardly an append returned before the kills"
