@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import textwrap
 from collections import defaultdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -101,6 +103,45 @@ def test_an_error_between_shard_and_line(place: str, tmp_path: Path, monkeypatch
     assert [one.value[0].item() for one in store.open_recording(tmp_path / "run").events] == [*range(30)]
     assert verify(tmp_path / "run").problems == []
     assert not [name for name in files(tmp_path) if "tmp" in name or "/." in name]
+
+
+def test_an_interrupt_at_any_line_of_an_append(tmp_path: Path) -> None:
+    """Ctrl-C comes between any two lines of the appender: the append is there or not, and nothing of it is missing."""
+    folder, left = tmp_path / "run", 0
+    done: list[float] = []
+
+    def interrupt(frame: FrameType, what: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != appender.__file__:
+            return None
+        if what == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return interrupt
+
+    before, interrupted = sys.gettrace(), True
+    with Writer(folder, info={}, modules={}) as writer:
+        # a trace function also interrupts where Python lets no signal in, between taking a lock and the with-block
+        writer._appender._one_at_a_time = contextlib.nullcontext()
+        for stop_at in range(1, 1000):
+            order, left = stop_at * 10, stop_at
+            try:
+                sys.settrace(interrupt)
+                writer.append([event(order), event(order + 1)])
+                interrupted = False
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(before)
+            found = [one.value[0].item() for one in store.open_recording(folder).events]
+            assert found in (done, [*done, order, order + 1]), stop_at
+            done = found
+            if not interrupted:
+                break
+    assert 20 < stop_at < 999
+    assert found[-1] == order + 1
+    assert verify(folder).problems == []
 
 
 EXITS = """

@@ -117,6 +117,17 @@ class _Commit:
         self.events: list[tuple[EventLine, Shard | None]] = []
 
 
+class _Complete(NamedTuple):
+    """What survives a crash: bytes and lines of the manifest, and how many numbers of shards were given away by then.
+
+    One object, so that all of it changes at once, whenever Ctrl-C comes.
+    """
+
+    length: int
+    lines: int
+    shards: int
+
+
 class Appender:
     """Appends to a writer's folder that has an empty manifest.
 
@@ -127,8 +138,8 @@ class Appender:
         self._folder = folder
         self._manifest = open(folder / MANIFEST, "r+b", buffering=0)  # noqa: SIM115 (closed by close)
         self._one_at_a_time = threading.Lock()  # autograd runs backward hooks in threads of its own
-        self._length = self._lines = 0  # of the manifest: bytes and lines of what is complete
         self._shards = 0  # numbers that were given away; none is used twice, whatever became of its file
+        self._complete = _Complete(0, 0, 0)
 
     def append(self, events: Iterable[EventLike]) -> list[StoredEvent]:
         """Write events as one commit; when it returns, they survive a crash of the process and of the machine.
@@ -144,17 +155,16 @@ class Appender:
             OSError: The disk refused.
         """
         with self._one_at_a_time:
-            first = self._shards
+            first = self._complete.lines + 1
             try:
                 commits = self._write_shards(events)
-                if self._shards > first:
+                if self._shards > self._complete.shards:
                     sync_folder(self._folder)
                 self._write_lines([layout.dump_commit(commit.shards, commit.texts) for commit in commits])
             except BaseException:
-                self._take_back(first)
+                self._take_back()
                 raise
-            places = [Line(self._folder / MANIFEST, self._lines + number) for number in range(1, len(commits) + 1)]
-            self._lines += len(commits)
+        places = [Line(self._folder / MANIFEST, first + number) for number in range(len(commits))]
         return [
             StoredEvent(line, shard, place._replace(event=index))
             for commit, place in zip(commits, places, strict=True)
@@ -196,19 +206,20 @@ class Appender:
     def _write_lines(self, lines: list[bytes]) -> None:
         if not lines:
             return
+        length, count, _ = self._complete
         # a failed append may have left a part of a line behind
-        self._manifest.truncate(self._length)
-        self._manifest.seek(self._length)
+        self._manifest.truncate(length)
+        self._manifest.seek(length)
         for line in lines:
             write_all(self._manifest, line)
         os.fsync(self._manifest.fileno())
-        self._length += sum(map(len, lines))
+        self._complete = _Complete(length + sum(map(len, lines)), count + len(lines), self._shards)
 
-    def _take_back(self, first: int) -> None:
+    def _take_back(self) -> None:
         """Remove what is not complete: lines before shards, so that none ever names a shard that is gone."""
         with contextlib.suppress(OSError):  # what stays is not read: an unfinished line, a shard that no line names
-            self._manifest.truncate(self._length)
-            for name in map(layout.shard_name, range(first, self._shards)):
+            self._manifest.truncate(self._complete.length)
+            for name in map(layout.shard_name, range(self._complete.shards, self._shards)):
                 (self._folder / name).unlink(missing_ok=True)
                 (self._folder / layout.draft_name(name)).unlink(missing_ok=True)
 

@@ -13,7 +13,7 @@ from hookline.store import format as layout
 from hookline.store import reader
 from hookline.store.crc32c import crc32c
 from hookline.store.folders import read_head
-from hookline.store.format import HEAD, MANIFEST, Commit, Line, ShardLine, TensorLine
+from hookline.store.format import HEAD, MANIFEST, Commit, Line, ShardLine
 from hookline.store.shard import Shard, open_regular
 from hookline.store.strict_json import fault, is_sealed
 
@@ -127,11 +127,11 @@ class _Search:
         with self.noting(shard.path):
             _check_sum(shard.path, entry)
         shard.contents  # noqa: B018 (raises once what each tensor would raise)
-        for event in commit.events:
-            if event.shard == entry.file:
-                for tensor in event.tensors:
-                    with self.noting(shard.path):
-                        _check_tensor(shard, tensor)
+        tensors = (tensor for event in commit.events if event.shard == entry.file for tensor in event.tensors)
+        for tensor in tensors:
+            if tensor.data:
+                with self.noting(shard.path):
+                    shard.find(tensor)
 
 
 def _check_sum(path: Path, entry: ShardLine) -> None:
@@ -141,8 +141,3 @@ def _check_sum(path: Path, entry: ShardLine) -> None:
             found = crc32c(piece, found)
     if found != entry.crc32c:
         raise fault(path, f"its checksum is {found:08x}, its manifest says {entry.crc32c:08x}")
-
-
-def _check_tensor(shard: Shard, tensor: TensorLine) -> None:
-    if tensor.data:
-        shard.find(tensor)
