@@ -867,3 +867,35 @@ def test_a_plan_of_a_script_that_ends_before_any_match_fails(
 
 def test_a_run_whose_patterns_name_nothing_keeps_the_status_of_the_script(run: Any) -> None:
     assert run(f"net = Net()\nnet({X})\nnet({X})", sites=("fcc",)).status == 0
+
+
+def test_gradients_that_came_when_the_budget_was_full(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    text = """
+        net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+        for _ in range(4):
+            net(torch.randn(16, 8)).sum().backward()
+        """
+    run(text, budget="5kB", ports=("grad_output",), steps=None)
+    missed = [line for line in capfd.readouterr().err.splitlines() if "bypassed" in line and ":grad_output" in line]
+    assert missed and all(line.endswith("the recording had ended by then") for line in missed)
+
+
+def test_calls_in_steps_that_are_not_recorded_are_not_counted(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    text = """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b, self.calls = nn.Linear(8, 8), nn.Linear(8, 8), 0
+
+            def forward(self, x):
+                self.calls += 1
+                return self.a(x) if self.calls % 2 else self.b(x)
+
+        net = Net()
+        for _ in range(6):
+            net(torch.randn(16, 8))
+        """
+    run(text, every=2, steps=None)
+    assert "not reached  b:output  (root) ran 3 times without calling it" in " ".join(
+        line.replace("hookline: ", "") for line in capfd.readouterr().err.splitlines()
+    ).replace("not reached b:output (root)", "not reached  b:output  (root)")

@@ -170,11 +170,18 @@ def test_what_a_caller_has_dropped_is_freed_at_once() -> None:
             freed.append(set(mine) >= {"self", "x"})
             return y
 
+    class Looks(Own):
+        def forward(self, x: Tensor) -> Tensor:
+            mine = vars()
+            y = F.linear(x, self.weight)
+            freed.append(set(mine) >= {"self", "x"})
+            return y
+
     tied = nn.Linear(3, 3, bias=False)
-    for cls in (Own, Keeps):
+    for cls in (Own, Keeps, Looks):
         own = cls(torch.ones(3, 3))
         own.weight = tied.weight
         net = nn.ModuleList([tied, own])
         with hookline.record(net, "0"), torch.no_grad():
             own(torch.ones(2, 3))
-    assert freed == [True, True]
+    assert freed == [True, True, True]

@@ -432,3 +432,25 @@ def test_the_bytes_of_a_real_model(make: Callable[[], Any], ports: tuple[str, ..
             functools.reduce(torch.add, [leaf.sum() for leaf in leaves if leaf.requires_grad]).backward()
     assert plan.nbytes == rec.nbytes > 0
     assert dict(plan.coverage) == dict(rec.coverage)
+
+
+class Uncopyable(nn.Module):
+    """Runs itself in a dry pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.layer = threading.Lock(), nn.Linear(4, 4)
+        self.register_buffer("adjacency", torch.eye(3).to_sparse())
+        self.missing = torch.full((4,), float("nan"))
+        self.register_buffer("wide", torch.tensor(float("nan")).expand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.missing
+
+
+def test_a_value_that_is_not_written_stays_untouched_even_where_it_cannot_be_compared() -> None:
+    model, x = Uncopyable(), torch.ones(3, 4)
+    y = model(x)
+    assert hookline.plan(model, "layer", x).nbytes == 48
+    y.sum().backward()  # a tensor of the graph that had been written to would be refused
+    assert torch.equal(model.adjacency.to_dense(), torch.eye(3))

@@ -72,6 +72,8 @@ _KINDS = (
     _Kind("prelu", (nn.PReLU,), bias=None),
 )
 _HAND_OVER = "handle_torch_function"
+_SHOWS = frozenset(("locals", "vars", "exec", "eval", "f_locals", "_getframe", "currentframe", "stack"))
+"""Names in the code of a function that may hold the dict of its own locals."""
 
 _owners: dict[int, list[weakref.ref[Tap]]] = {}
 """By the id of a parameter, the taps of the modules that have it; an id may outlive its parameter."""
@@ -101,9 +103,9 @@ def forget(tap_id: int) -> None:
 
 def put_in() -> None:
     """Wrap the functions; harmless a second time."""
+    _wrap(_HAND_OVER, _naming_originals)  # first in and last out: other threads may be calling
     for kind in _KINDS:
         _wrap(kind.name, functools.partial(_watching, kind))
-    _wrap(_HAND_OVER, _naming_originals)
 
 
 def _wrap(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -117,7 +119,7 @@ def _wrap(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -
 
 def take_out() -> None:
     """Put the functions back; one that somebody else has wrapped meanwhile stays, and finds nothing to look for."""
-    for name, (original, ours) in _wrapped.items():
+    for name, (original, ours) in reversed(_wrapped.items()):
         if getattr(functional, name) is ours:
             setattr(functional, name, original)
 
@@ -201,7 +203,7 @@ def _is_own_use(frame: FrameType, weight: Any) -> bool:
         return False
     names = frame.f_locals
     caller = names.get("self")
-    if type(names) is dict and code.co_flags & inspect.CO_OPTIMIZED and "locals" not in code.co_names:
+    if type(names) is dict and code.co_flags & inspect.CO_OPTIMIZED and _SHOWS.isdisjoint(code.co_names):
         names.clear()  # before Python 3.13 the frame keeps this copy, and with it every tensor that it had, to its end
     return isinstance(caller, nn.Module) and any(own is weight for own in caller._parameters.values())
 

@@ -125,7 +125,7 @@ class Session:
         Raises:
             StepPlanned: It is.
         """
-        if self._unchosen is None:
+        if self._unchosen is None or self._unchosen() is None:
             self._unchosen = weakref.ref(module) if stateless_kind(module) is None else None
         elif self._unchosen() is module:
             raise StepPlanned(_NOTHING_CHOSEN)

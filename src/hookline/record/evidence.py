@@ -30,6 +30,7 @@ class Evidence:
         input_wants_grad: Those with an argument that requires one.
         captured: Calls of which a value was kept, by port.
         empty: Calls whose value held no tensor, by port.
+        refused: Ports of which a value came that was not kept, since the recording had ended.
         used_by: How a function used a parameter without calling the module.
         fused: The class above whose fused path was left for this one.
         tracer: The tracer that looked at a call.
@@ -43,6 +44,7 @@ class Evidence:
         self.error = ""
         self.captured: dict[str, int] = {}
         self.empty: dict[str, int] = {}
+        self.refused: set[str] = set()
         self.used_by = ""
         self.fused = ""
         self.tracer = ""
@@ -104,7 +106,7 @@ def coverage_of(
         sites: What was asked for.
         modules: The module of each path, as it was when the recording began; None for one that is gone.
         evidence: What was noticed, by path.
-        forwards: Forwards of the root.
+        forwards: Forwards of the root in the steps that are recorded.
     """
     return Coverage(map(_Judge(model, modules, evidence, forwards).fate, sites))
 
@@ -160,11 +162,13 @@ class _Judge:
         return "; ".join(notes)
 
     def _failed(self, seen: Evidence) -> str:
-        return f"it raised {seen.error}" if seen.failed else "the recording had ended by then"
+        return f"it raised {seen.error}" if seen.failed else _ENDED
 
     def _no_gradient(self, site: Site, seen: Evidence) -> str:
         if seen.failed == seen.calls:
             return self._failed(seen)
+        if site.port in seen.refused:
+            return _ENDED
         if seen.inference == seen.calls:
             return "it ran in torch.inference_mode(), which makes no graph"
         if seen.no_grad == seen.calls:
@@ -262,6 +266,7 @@ class _Judge:
         return self._evidence[path].calls
 
 
+_ENDED = "the recording had ended by then"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 

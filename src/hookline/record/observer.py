@@ -107,5 +107,8 @@ class ModuleObserver(Observer):
         if recorder is None or mark is None:
             return
         leaves = list(leaves)
-        if recorder.put(self._sites[port], mark, backward, structure, leaves) and not backward:
+        if not recorder.put(self._sites[port], mark, backward, structure, leaves):
+            if recorder.wanted(mark[0]):
+                self.evidence.refused.add(port)
+        elif not backward:
             self.evidence.keep(port, empty=not any(isinstance(leaf, Tensor) for leaf in leaves))

@@ -187,7 +187,8 @@ class Recorder:
         if self._final is not None:
             return self._final
         modules = {path: ref() for path, ref in self._modules.items()}
-        return coverage_of(self._model_ref(), self.sites, modules, self.evidence, self.steps.latest + 1)
+        forwards = sum(map(self.wanted, range(self.steps.latest + 1)))
+        return coverage_of(self._model_ref(), self.sites, modules, self.evidence, forwards)
 
     def name_of(self, module: nn.Module | None) -> str | None:
         """How a module is called in messages; None for one that is not recorded."""

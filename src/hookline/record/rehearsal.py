@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from hookline.containers import ATOMS
 from hookline.errors import ArgumentError, OptionError
 from hookline.hooks import add_note
+from hookline.hooks.torch_private import version
 from hookline.sites import label
 from hookline.spelling import kind
 from hookline.values import flatten_call, paths_of, rebuild
@@ -169,6 +170,7 @@ class _Kept:
         self.tensor = tensor
         self.requires_grad = tensor.requires_grad
         self.memory = tensor.detach()  # keeps shape and storage, whatever the pass makes of the tensor's own
+        self.version = version(self.memory)
         self.value = self.memory.clone()
         self.is_plain = type(self.memory) is Tensor and tensor.layout is torch.strided
         self.nbytes = self.memory.untyped_storage().nbytes() if self.is_plain else 0
@@ -176,7 +178,7 @@ class _Kept:
     def put_back(self) -> None:
         if self.is_plain and self.memory.untyped_storage().nbytes() < self.nbytes:
             self.memory.untyped_storage().resize_(self.nbytes)
-        if not torch.equal(self.memory, self.value):
+        if not self._is_unchanged():
             self.memory.copy_(self.value)
         if self.is_plain and not self._is_in_place():
             self.tensor.data = self.memory
@@ -184,6 +186,16 @@ class _Kept:
             self.tensor.detach_()
         elif self.requires_grad and not self.tensor.requires_grad:
             self.tensor.requires_grad_()
+
+    def _is_unchanged(self) -> bool:
+        """To the bit, since a NaN is not equal to itself; what cannot be compared tells by its version."""
+        if self.is_plain:
+            bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (self.memory, self.value)]
+            return torch.equal(*bits)
+        try:
+            return torch.equal(self.memory, self.value)
+        except (NotImplementedError, RuntimeError):
+            return version(self.memory) == self.version
 
     def _is_in_place(self) -> bool:
         return self.tensor.dtype == self.memory.dtype and self.tensor.is_set_to(self.memory)
