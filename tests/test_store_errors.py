@@ -10,45 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hookline import store
 from hookline.errors import FormatError
-from hookline.record.event import Event
-from hookline.store import ModuleInfo, shard, strict_json
+from hookline.store import shard, strict_json
 from hookline.store.format import TensorLine
 
-NAME = "0/a:output/0/output"
-WRITER = "w00000-a1b2c3"
-HEAD, MANIFEST, SHARD = "recording.json", f"{WRITER}/manifest.jsonl", f"{WRITER}/000000.safetensors"
+from .stored import HEAD, MANIFEST, NAME, SHARD, WRITER, line_by_line, read_all, three_events
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    events = [Event(order, 0, "a", "output", 0, 0, torch.arange(6.0).view(2, 3) + order) for order in range(3)]
-    store.save(tmp_path / "run", info={"a": 1}, modules={"a": ModuleInfo("Linear", 3, ("b",))}, events=events)
-    (writer,) = (tmp_path / "run").glob("w*")
-    writer.rename(tmp_path / "run" / WRITER)
-    return tmp_path / "run"
+    return three_events(tmp_path / "run")
 
 
 @pytest.fixture
 def three_lines(folder: Path) -> Path:
-    """The same recording, appended to event by event."""
-    events = store.open_recording(folder).events
-    place = folder.with_name("lines") / "run"
-    with store.Writer(place, info={"a": 1}, modules={"a": ModuleInfo("Linear", 3, ("b",))}) as writer:
-        for event in events:
-            writer.append([event])
-    (made,) = place.glob("w*")
-    made.rename(place / WRITER)
-    return place
-
-
-def read_all(folder: Path) -> list[Any]:
-    return [
-        (event.value, event.leaves(), event.summaries(), event.nbytes) for event in store.open_recording(folder).events
-    ]
+    return line_by_line(folder)
 
 
 # ---------------------------------------------------------------- errors: the folder

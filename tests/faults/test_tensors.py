@@ -19,6 +19,7 @@ from torch.nn.utils import parametrizations, parametrize
 import hookline
 from hookline.errors import HookError, MutationError, SiteError
 
+from ..threads import in_threads
 from .catalogue import REFUSED, RIGHT, fault
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
@@ -735,25 +736,6 @@ def test_a_tensor_used_by_the_next_pass_alone_is_in_that_passs_event() -> None:
     (b * 3).sum().backward()
     (a * 4 + b * 5).sum().backward()
     assert same(seen, [(full(2, 3), None), (None, full(3, 3)), (full(4, 3), full(5, 3))])
-
-
-def in_threads(*functions: Callable[[], Any]) -> None:
-    """Run functions at the same time and pass on what one of them raises."""
-    errors: list[BaseException] = []
-
-    def guarded(function: Callable[[], Any]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    if errors:
-        raise errors[0]
 
 
 class Meet(torch.autograd.Function):

@@ -30,7 +30,7 @@ import hookline
 from hookline.errors import HooklineError
 from hookline.sites import PORTS
 
-from .threads import in_threads
+from ..threads import in_threads
 
 # ---------------------------------------------------------------- what there is to see
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +212,16 @@ def test_several_shards(tmp_path: Path) -> None:
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(1))
     assert torch.equal(rows[order], whole[order])
     assert [rows.place(row).step for row in range(len(whole))] == whole[:, 0].int().tolist()
+
+
+def test_rows_are_freed_without_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        rows = recorded()[0].rows("0:output")
+        rows[0], rows[[3, 1]]
+        gone = weakref.ref(rows)
+        del rows
+        assert gone() is None
+    finally:
+        gc.enable()

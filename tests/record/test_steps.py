@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import hookline
 from hookline.sites import PORTS
 
-from .threads import in_threads
+from ..threads import in_threads
 
 
 class Scale(nn.Module):

@@ -218,10 +218,13 @@ def _computes_as(kind: _Kind, module: nn.Module) -> bool:
 
 def _same_settings(kind: _Kind, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     for name, place, default in kind.settings:
-        given = args[place] if len(args) > place else kwargs.get(name, default)
-        if not _same(getattr(module, name), given):
+        if not _same(getattr(module, name), _argument(args, kwargs, place, name, default)):
             return False
     return True
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
 
 
 def _same(own: Any, given: Any) -> bool:
@@ -239,7 +242,7 @@ def _is_a_call_of(kind: _Kind, module: nn.Module, weight: Any, args: tuple[Any, 
     if bool(args) == ("input" in kwargs) or module._parameters.get("weight") is not weight:
         return False
     if kind.bias is not None:
-        bias = args[kind.bias] if len(args) > kind.bias else kwargs.get("bias")
+        bias = _argument(args, kwargs, kind.bias, "bias", None)
         if bias is not module._parameters.get("bias"):
             return False
     return _same_settings(kind, module, args, kwargs)

@@ -57,6 +57,7 @@ class Batches(Dataset[dict[str, Tensor]]):
         self._shuffle, self._seed, self._window, self._drop_last = shuffle, seed, window, drop_last
         self._rank, self._world_size = _share(rank, world_size)
         self._sizes = _common_sizes(list(rows))
+        self._total = int(self._sizes.sum())
         self._order: tuple[int, _Order] | None = None
 
     def __len__(self) -> int:
@@ -114,10 +115,6 @@ class Batches(Dataset[dict[str, Tensor]]):
     # ------------------------------------------------------------ how many, and in which order
 
     @property
-    def _total(self) -> int:
-        return int(self._sizes.sum())
-
-    @property
     def _count(self) -> int:
         """Batches of this rank; with ``drop_last`` as many on every rank, all of them full."""
         if self._drop_last:
@@ -141,7 +138,7 @@ class _Order:
     def __init__(self, sizes: npt.NDArray[np.int64], window: int, seed: tuple[int, int] | None) -> None:
         self._seed = seed
         self._sizes = sizes
-        self._begins = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
+        self._begins = np.cumsum(sizes) - sizes
         self._values = np.arange(len(sizes)) if seed is None else np.random.default_rng(seed).permutation(len(sizes))
         ends = np.cumsum(sizes[self._values])
         number = (ends - 1) // window  # of the window in which the last row of a value would be
@@ -164,8 +161,8 @@ class _Order:
         if self._made is None or self._made[0] != window:
             values = self._values[self._bounds[window] : self._bounds[window + 1]]
             sizes = self._sizes[values]
-            shift = np.concatenate(([0], np.cumsum(sizes)[:-1]))
-            rows = np.arange(sizes.sum(), dtype=np.int64) + np.repeat(self._begins[values] - shift, sizes)
+            shift = self._begins[values] - (np.cumsum(sizes) - sizes)
+            rows = np.arange(sizes.sum(), dtype=np.int64) + np.repeat(shift, sizes)
             if self._seed is not None:
                 rows = np.random.default_rng((*self._seed, window)).permutation(rows)
             self._made = window, rows

@@ -191,21 +191,22 @@ class _Judge:
             return BYPASSED, hidden
         if self._forwards == 0 and not self._any_call and not (seen.used_by or seen.tracer):
             return NOT_REACHED, self._replaced(path) or "the model was not called"
-        for reason in self._passed_by(path, module, seen):
+        for reason in self._passed_by(path, seen):
             if reason:
                 return BYPASSED, reason
+        changed = [] if module is None else self._changed_gradients(module, seen)
+        if None in changed:
+            return BYPASSED, "its parameters got gradients, though no recorded call used them"
         reason = self._above(path, module)
-        if module is not None and self._changed_gradients(module, seen):
+        if changed:
             reason += "; its gradients were written to, so its parameters may have been used without a call"
         return NOT_REACHED, reason
 
-    def _passed_by(self, path: str, module: nn.Module | None, seen: Evidence) -> Iterable[str | None]:
+    def _passed_by(self, path: str, seen: Evidence) -> Iterable[str | None]:
         yield seen.used_by and f"{seen.used_by}, without calling it"
         yield seen.tracer and f"{seen.tracer} looked at it; what was traced runs without it"
         yield self._replaced(path)
         yield self._compiled(path)
-        if module is not None and any(before is None for before in self._changed_gradients(module, seen)):
-            yield "its parameters got gradients, though no recorded call used them"
 
     def _changed_gradients(self, module: nn.Module, seen: Evidence) -> list[object]:
         """The gradients that parameters had before, where they have others now; not those that a called module has."""

@@ -248,7 +248,7 @@ def own_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, memo: Me
     leaves, structure = flatten_call(*given)
     with _OwnTensors():
         for path, leaf in zip(paths_of(structure), leaves, strict=True):
-            if type(leaf) not in ATOMS and not _can_be_copied(leaf, memo):
+            if type(leaf) is not Tensor and type(leaf) not in ATOMS and not _can_be_copied(leaf, memo):
                 if _is_used_up(leaf):
                     raise ArgumentError(_used_up(path, leaf))
                 memo[id(leaf)] = leaf

@@ -75,11 +75,13 @@ class Rows(Sequence[Tensor]):
         self._values = [(event, place) for event, place, _, _ in found]
         counts = [other[0] if other else 1 for _, _, _, other in found]
         self._ends: npt.NDArray[np.int64] = np.cumsum(counts, dtype=np.int64)
+        self._begins = self._ends - np.array(counts, dtype=np.int64)
         self.shape = torch.Size((int(self._ends[-1]), *shape[1:]))
         self._forget()
 
     def _forget(self) -> None:
-        self._value = functools.lru_cache(maxsize=_OPEN)(self._read)
+        # of a function that does not hold us, or only the garbage collector could free the values
+        self._value = functools.lru_cache(maxsize=_OPEN)(functools.partial(_read, self._values))
         self._spans: _Spans | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,7 +101,7 @@ class Rows(Sequence[Tensor]):
 
     def origins(self) -> list[tuple[int, int, int, int]]:
         """Step, call, backward pass and number of rows of each value, in order."""
-        counts = np.diff(self._ends, prepend=0).tolist()
+        counts = (self._ends - self._begins).tolist()
         return [
             (event.step, event.call, event.backward, count)
             for (event, _), count in zip(self._values, counts, strict=True)
@@ -162,21 +164,13 @@ class Rows(Sequence[Tensor]):
 
     # ------------------------------------------------------------ reading
 
-    def _read(self, value: int) -> Tensor:
-        event, place = self._values[value]
-        tensor: Tensor = event.leaf(place)
-        return tensor if tensor.dim() else tensor[None]
-
     def _find(self, index: int) -> tuple[int, int]:
         """Number of the value, and the row in it."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {self.site}: there are {plural(len(self), 'row')}")
         index %= len(self)
         value = int(np.searchsorted(self._ends, index, side="right"))
-        return value, index - self._begin(value)
-
-    def _begin(self, value: int) -> int:
-        return int(self._ends[value - 1]) if value else 0
+        return value, index - int(self._begins[value])
 
     def _range(self, start: int, stop: int) -> Tensor:
         parts = []
@@ -209,8 +203,7 @@ class Rows(Sequence[Tensor]):
         if not numbers.size:
             return self._range(0, 0)
         values = np.searchsorted(self._ends, numbers, side="right")
-        begins = np.concatenate(([0], self._ends[:-1]))
-        rows = numbers - begins[values]
+        rows = numbers - self._begins[values]
         if self._spans is None:
             self._spans = _Spans(self._values)
         spans, starts = self._spans.of(values)
@@ -268,6 +261,12 @@ class _Spans:
         if number == len(self.memory):
             self.memory.append(memory)
         return number
+
+
+def _read(values: list[tuple[Any, int]], value: int) -> Tensor:
+    event, place = values[value]
+    tensor: Tensor = event.leaf(place)
+    return tensor if tensor.dim() else tensor[None]
 
 
 def _leaf(site: Site, layouts: list[list[tuple[str, torch.dtype, torch.Size]]], wanted: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,11 +164,7 @@ def writers(folder: Path) -> Iterator[Path]:
 def _read_manifest(writer: Path, events: list[StoredEvent], torn: list[Path]) -> None:
     manifest = writer / MANIFEST
     seen: set[str] = set()
-    for number, text in enumerate(lines(manifest), start=1):
-        if not text.endswith(b"\n"):
-            torn.append(manifest)
-            return
-        place = layout.Line(manifest, number)
+    for place, text in lines(manifest, torn):
         commit = parse_commit(text, place, seen)
         shards: dict[str | None, Shard] = {
             shard.file: Shard(writer / shard.file, shard.nbytes) for shard in commit.shards
@@ -197,14 +194,22 @@ def parse_commit(text: bytes, place: layout.Line, seen: set[str]) -> Commit:
     return commit
 
 
-def lines(manifest: Path) -> Iterator[bytes]:
-    """The lines of a manifest; a last one without a newline was being written when the writer was killed.
+def lines(manifest: Path, torn: list[Path]) -> Iterator[tuple[layout.Line, bytes]]:
+    """The whole lines of a manifest, and where they stand.
+
+    Args:
+        manifest: The file.
+        torn: Gets the manifest added when its last line has no newline: its writer was killed, or is at it.
 
     Raises:
         FormatError: A line is too long.
     """
     with open_regular(manifest) as file:
-        while line := file.readline(layout.MAX_LINE + 1):
+        for number in itertools.count(1):
+            line = file.readline(layout.MAX_LINE + 1)
             if len(line) > layout.MAX_LINE:
                 raise fault(manifest, f"a line has more than {layout.MAX_LINE} bytes")
-            yield line
+            if not line.endswith(b"\n"):
+                torn += [manifest] if line else []
+                return
+            yield layout.Line(manifest, number), line

@@ -13,7 +13,7 @@ from hookline.store import format as layout
 from hookline.store import reader
 from hookline.store.crc32c import crc32c
 from hookline.store.folders import read_head
-from hookline.store.format import HEAD, MANIFEST, Commit, Line, ShardLine
+from hookline.store.format import HEAD, MANIFEST, Commit, ShardLine
 from hookline.store.shard import Shard, open_regular
 from hookline.store.strict_json import fault, is_sealed
 
@@ -108,11 +108,7 @@ class _Search:
         """Search a writer's folder."""
         manifest = writer / MANIFEST
         seen: set[str] = set()
-        for number, text in enumerate(reader.lines(manifest), start=1):
-            if not text.endswith(b"\n"):
-                self.torn.append(manifest)
-                return
-            place = Line(manifest, number)
+        for place, text in reader.lines(manifest, self.torn):
             with self.noting(manifest):
                 commit = reader.parse_commit(text, place, seen)
                 self.events += len(commit.events)
