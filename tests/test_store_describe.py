@@ -28,7 +28,7 @@ def test_describe_replaces_info_and_modules_and_keeps_the_events(tmp_path: Path)
         writer.append([event(0)])
         writer.describe(info={"b": 2}, modules=BOTH)
         writer.append([event(1)])
-        info, modules, events, torn = store.open_recording(folder)
+        info, modules, events, torn, _ = store.open_recording(folder)
     assert (info, modules, torn) == ({"b": 2}, BOTH, ())
     assert list(modules) == list(BOTH)
     assert [one.call for one in events] == [0, 1]
@@ -50,7 +50,7 @@ def test_a_description_that_cannot_be_written_leaves_the_old_one(
             patch.setattr(target, place.removeprefix("os."), full)
             with pytest.raises(FormatError, match=r"cannot be written \(No space left on device\)\. Free some space"):
                 writer.describe(info={"b": 2}, modules=BOTH)
-        assert store.open_recording(folder) == ({"a": 1}, FIRST, [], ())
+        assert store.open_recording(folder) == ({"a": 1}, FIRST, [], (), ())
         writer.describe(info={"c": 3}, modules=BOTH)
     assert store.open_recording(folder).info == {"c": 3}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.hookline"]

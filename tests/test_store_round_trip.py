@@ -334,7 +334,7 @@ def test_names_of_modules(path: str, tmp_path: Path) -> None:
 def test_info_comes_back(tmp_path: Path) -> None:
     info = {"torch": "2.13", "sites": ["a", "b:input"], "nested": {"x": None, "y": 1.5}, "ü": True}
     store.save(tmp_path / "run", info=info, modules={}, events=[])
-    assert store.open_recording(tmp_path / "run") == (info, {}, [], ())
+    assert store.open_recording(tmp_path / "run") == (info, {}, [], (), ())
 
 
 @pytest.mark.parametrize("bad", [math.nan, {1, 2}, torch.ones(1)], ids=["nan", "set", "tensor"])

@@ -51,7 +51,7 @@ def save(folder: Path, *orders: int, **options: Any) -> None:
 def test_append_and_read(tmp_path: Path) -> None:
     folder = tmp_path / "missing" / "parents" / "run.hookline"
     with Writer(folder, info={"a": 1}, modules=MODULES) as writer:
-        assert store.open_recording(folder) == ({"a": 1}, MODULES, [], ())
+        assert store.open_recording(folder) == ({"a": 1}, MODULES, [], (), ())
         writer.append([event(0), event(1)])
         assert read(folder) == [0, 1]
         writer.append([])

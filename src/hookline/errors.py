@@ -9,6 +9,7 @@ HooklineError
 ├── SharedMemoryError (RuntimeError)  an in-place write that autograd cannot follow through an observed call
 ├── CoverageError   (RuntimeError)  with strict=True, a site that was asked for was not captured
 ├── BudgetError     (MemoryError)   keeping one more value would pass the byte budget
+├── QuotaError      (OSError)       writing one more value would pass the quota on disk
 └── FormatError     (ValueError)    a recording on disk is missing, truncated, foreign or inconsistent
 
 Each has a second parent from the standard library, so that an ``except LookupError`` that people already have works.
@@ -28,6 +29,7 @@ __all__ = [
     "HooklineError",
     "MutationError",
     "OptionError",
+    "QuotaError",
     "SharedMemoryError",
     "SiteError",
 ]
@@ -75,6 +77,10 @@ class CoverageError(HooklineError, RuntimeError):
 
 class BudgetError(HooklineError, MemoryError):
     """Keeping one more value would pass the byte budget."""
+
+
+class QuotaError(HooklineError, OSError):
+    """Writing one more value would pass the quota on disk."""
 
 
 class FormatError(HooklineError, ValueError):

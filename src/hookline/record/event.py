@@ -28,6 +28,9 @@ class Event:
         call: How often the module had run before in this step.
         backward: For gradients, how many backward passes had come through this call before.
         value: Tensors in plain containers.
+        batch: What its rows are, where ``rec.batch`` said so.
+        kinds: For each tensor of the value which rows of the batch it has: ``samples``, ``tokens`` or None.
+        writer: Number of the process, 0 in memory.
     """
 
     order: int
@@ -38,6 +41,9 @@ class Event:
     backward: int
     value: Any
     _summaries: dict[str, Summary] | None = dataclasses.field(default=None, repr=False, compare=False)
+    batch: Any = None
+    kinds: tuple[str | None, ...] = ()
+    writer: int = 0
 
     def leaves(self) -> list[tuple[str, Tensor]]:
         """Value path and tensor of each tensor in the value."""
@@ -68,6 +74,13 @@ class Event:
         if self._summaries is None:
             self._summaries = {path: summarize(leaf) for path, leaf in self.leaves()}
         return self._summaries
+
+    def rows(self) -> dict[str, str]:
+        """By value path, which rows of ``batch`` a tensor has: ``samples`` or ``tokens``; the others are left out."""
+        if not any(self.kinds):
+            return {}
+        pairs = zip(self.leaves(), self.kinds, strict=True)
+        return {path: kind for (path, _), kind in pairs if kind is not None}
 
     @property
     def nbytes(self) -> int:

@@ -6,9 +6,9 @@ Opening never runs code, and what is damaged, foreign or hostile is a `hookline.
 
 from __future__ import annotations
 
-from hookline.store.appender import EventLike
+from hookline.store.appender import EventLike, Staged
 from hookline.store.format import ModuleInfo
-from hookline.store.reader import StoredEvent, StoredParts, open_recording
+from hookline.store.reader import StoredEvent, StoredParts, Tail, open_recording
 from hookline.store.verify import Report, verify
 from hookline.store.writer import Writer, check_free, save
 
@@ -16,8 +16,10 @@ __all__ = [
     "EventLike",
     "ModuleInfo",
     "Report",
+    "Staged",
     "StoredEvent",
     "StoredParts",
+    "Tail",
     "Writer",
     "check_free",
     "open_recording",

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from hookline.errors import ArgumentError
+from hookline.errors import ArgumentError, QuotaError
 from hookline.stats.summary import Summary
 from hookline.store import format as layout
 from hookline.store.folders import sync_folder
-from hookline.store.format import MANIFEST, PORTS, EventLine, Line, ShardLine, TensorLine
-from hookline.store.reader import StoredEvent
+from hookline.store.format import BATCH, MANIFEST, PORTS, EventLine, Line, ShardLine, TensorLine
+from hookline.store.reader import StoredEvent, stored_events
 from hookline.store.shard import Shard, write_shard
 from hookline.store.strict_json import LARGEST
 from hookline.store.structure import encode
@@ -65,6 +65,11 @@ class EventLike(Protocol):
         ...
 
     @property
+    def batch(self) -> EventLike | None:
+        """What its rows are: an event of the port ``batch`` and an order of its own; None where that is not known."""
+        ...
+
+    @property
     def value(self) -> Any:
         """The kept value."""
         ...
@@ -75,6 +80,10 @@ class EventLike(Protocol):
 
     def summaries(self) -> Mapping[str, Summary]:
         """Statistics by value path."""
+        ...
+
+    def rows(self) -> Mapping[str, str]:
+        """By value path, which rows of the batch a tensor has: ``samples`` or ``tokens``; the others are left out."""
         ...
 
 
@@ -107,39 +116,70 @@ class _Part(NamedTuple):
     tensors: list[tuple[str, Stored]]
 
 
-class _Commit:
-    """A commit that is being put together; ``size`` is that of its line, in bytes."""
+class Staged:
+    """Events whose shards are on disk while no line of the manifest names them, so that no reader sees them yet.
+
+    Attributes:
+        nbytes: Bytes that they take on disk, with their lines.
+    """
 
     def __init__(self) -> None:
-        self.size = _LINE_OVERHEAD
-        self.shards: list[ShardLine] = []
-        self.texts: list[str] = []
-        self.events: list[tuple[EventLine, Shard | None]] = []
+        self._names: list[str] = []  # of shards, also of one that is being written
+        self._parts: tuple[_Written, ...] = ()
+        self._batches: dict[int, StoredEvent] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take on disk, with their lines."""
+        return sum(part.nbytes for part in self._parts)
+
+
+class _Written(NamedTuple):
+    """A part whose shard is on disk."""
+
+    texts: list[str]
+    events: list[StoredEvent]
+    shard: ShardLine | None
+
+    @property
+    def line_size(self) -> int:
+        """Bytes that it needs in a line."""
+        return sum(map(len, self.texts)) + len(self.texts) + _SHARD_OVERHEAD
+
+    @property
+    def nbytes(self) -> int:
+        return self.line_size + (0 if self.shard is None else self.shard.nbytes)
 
 
 class _Complete(NamedTuple):
-    """What survives a crash: bytes and lines of the manifest, and how many numbers of shards were given away by then.
+    """What survives a crash: bytes and lines of the manifest, and what was committed last.
 
     One object, so that all of it changes at once, whenever Ctrl-C comes.
     """
 
     length: int
     lines: int
-    shards: int
+    last: tuple[Staged, ...] = ()
 
 
 class Appender:
     """Appends to a writer's folder that has an empty manifest.
 
     Errors of the disk come out as OSError; what a failed append had written is taken back.
+
+    Args:
+        folder: The writer's folder.
+        quota: Most bytes that shards and manifest may take; None for no limit.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, quota: int | None = None) -> None:
         self._folder = folder
         self._manifest = open(folder / MANIFEST, "r+b", buffering=0)  # noqa: SIM115 (closed by close)
         self._one_at_a_time = threading.Lock()  # autograd runs backward hooks in threads of its own
         self._shards = 0  # numbers that were given away; none is used twice, whatever became of its file
-        self._complete = _Complete(0, 0, 0)
+        self._complete = _Complete(0, 0)
+        self._quota = quota
+        self._used = 0
 
     def append(self, events: Iterable[EventLike]) -> list[StoredEvent]:
         """Write events as one commit; when it returns, they survive a crash of the process and of the machine.
@@ -152,76 +192,154 @@ class Appender:
 
         Raises:
             ArgumentError: An event holds something that cannot be stored.
+            QuotaError: They would pass the quota.
+            OSError: The disk refused.
+        """
+        staged = Staged()
+        try:
+            written = self.stage(staged, events)
+            self.commit([staged])
+        except BaseException:
+            self.discard(staged)
+            raise
+        return written
+
+    def stage(self, staged: Staged, events: Iterable[EventLike]) -> list[StoredEvent]:
+        """Write the shards of more events; `commit` makes them part of the recording. After an error none was added.
+
+        Raises:
+            ArgumentError, QuotaError, OSError: As for `append`.
+        """
+        with self._one_at_a_time:
+            names, parts = len(staged._names), [*staged._parts]
+            before = len(parts)
+            try:
+                for batch in _batches(_with_batches(events, {*staged._batches})):
+                    self._stage_batch(staged, batch, parts)
+                staged._parts = tuple(parts)
+            except BaseException:
+                staged._parts = staged._parts[:before]
+                self._remove(staged._names[names:])
+                del staged._names[names:]
+                self._used -= sum(part.nbytes for part in parts[before:])
+                raise
+        return [event for part in parts[before:] for event in part.events if event.port != BATCH]
+
+    def commit(self, several: Sequence[Staged]) -> None:
+        """Make what was staged part of the recording, as one commit. After an error it is as before.
+
+        Raises:
             OSError: The disk refused.
         """
         with self._one_at_a_time:
-            first = self._complete.lines + 1
+            parts = [part for staged in several for part in staged._parts]
+            lines, first = _lines(parts), self._complete.lines + 1
             try:
-                commits = self._write_shards(events)
-                if self._shards > self._complete.shards:
+                if any(staged._names for staged in several):
                     sync_folder(self._folder)
-                self._write_lines([layout.dump_commit(commit.shards, commit.texts) for commit in commits])
+                self._write_lines([line.dump() for line in lines], tuple(several))
             except BaseException:
-                self._take_back()
+                with contextlib.suppress(OSError):  # an unfinished line is not read
+                    self._manifest.truncate(self._complete.length)
                 raise
-        places = [Line(self._folder / MANIFEST, first + number) for number in range(len(commits))]
-        return [
-            StoredEvent(line, shard, place._replace(event=index))
-            for commit, place in zip(commits, places, strict=True)
-            for index, (line, shard) in enumerate(commit.events)
-        ]
+        for number, line in enumerate(lines):
+            place = Line(self._folder / MANIFEST, first + number)
+            for index, event in enumerate(event for part in line.parts for event in part.events):
+                event.stands_at(place._replace(event=index))
+
+    def discard(self, staged: Staged) -> None:
+        """Delete the shards of what was staged, unless it was committed last."""
+        with self._one_at_a_time:
+            if staged not in self._complete.last:
+                self._remove(staged._names)
+                self._used -= staged.nbytes
+                staged._names, staged._parts = [], ()
 
     def close(self) -> None:
         """Close the manifest."""
         self._manifest.close()
 
-    def _write_shards(self, events: Iterable[EventLike]) -> list[_Commit]:
-        commits: list[_Commit] = []
-        for batch in _batches(events):
-            rest = [batch]
-            while rest:
-                some = rest.pop()
-                name = layout.shard_name(self._shards)
-                part = _part(some, name)
-                size = sum(map(len, part.texts)) + len(part.texts) + _SHARD_OVERHEAD
-                if size + _LINE_OVERHEAD > layout.MAX_LINE:
-                    rest += reversed(_halves(some, size))
-                    continue
-                if not commits or commits[-1].size + size > layout.MAX_LINE:
-                    commits.append(_Commit())
-                self._write_part(part, name, commits[-1])
-                commits[-1].size += size
-        return commits
+    def _stage_batch(self, staged: Staged, batch: list[_Planned], parts: list[_Written]) -> None:
+        """Write a batch as one shard; as several where its line would be too long."""
+        rest = [batch]
+        while rest:
+            some = rest.pop()
+            name = layout.shard_name(self._shards)
+            part = _part(some, name)
+            size = sum(map(len, part.texts)) + len(part.texts) + _SHARD_OVERHEAD
+            if size + _LINE_OVERHEAD > layout.MAX_LINE:
+                rest += reversed(_halves(some, size))
+                continue
+            self._check_quota(size + sum(planned.nbytes + planned.name_size for planned in some))
+            shard = entry = None
+            if part.tensors:
+                self._shards += 1
+                staged._names.append(name)
+                entry = write_shard(self._folder / name, part.tensors)
+                shard = Shard(self._folder / name, entry.nbytes)
+            place = self._folder / MANIFEST
+            events = stored_events(
+                part.lines, {name: shard} if shard else {}, [place] * len(part.lines), staged._batches
+            )
+            parts.append(_Written(part.texts, events, entry))
+            self._used += parts[-1].nbytes
 
-    def _write_part(self, part: _Part, name: str, commit: _Commit) -> None:
-        shard = None
-        if part.tensors:
-            self._shards += 1
-            entry = write_shard(self._folder / name, part.tensors)
-            shard = Shard(self._folder / name, entry.nbytes)
-            commit.shards.append(entry)
-        commit.texts += part.texts
-        commit.events += [(line, shard if line.shard else None) for line in part.lines]
+    def _check_quota(self, size: int) -> None:
+        if self._quota is not None and self._used + size > self._quota:
+            raise QuotaError(
+                f"{self._folder.parent}: the quota of {self._quota:,} bytes is reached: {self._used:,} are used and "
+                f"{size:,} more are needed. Raise quota=, or record fewer sites or a smaller dtype=."
+            )
 
-    def _write_lines(self, lines: list[bytes]) -> None:
+    def _write_lines(self, lines: list[bytes], several: tuple[Staged, ...]) -> None:
         if not lines:
             return
         length, count, _ = self._complete
-        # a failed append may have left a part of a line behind
+        # a failed commit may have left a part of a line behind
         self._manifest.truncate(length)
         self._manifest.seek(length)
         for line in lines:
             write_all(self._manifest, line)
         os.fsync(self._manifest.fileno())
-        self._complete = _Complete(length + sum(map(len, lines)), count + len(lines), self._shards)
+        self._complete = _Complete(length + sum(map(len, lines)), count + len(lines), several)
 
-    def _take_back(self) -> None:
-        """Remove what is not complete: lines before shards, so that none ever names a shard that is gone."""
-        with contextlib.suppress(OSError):  # what stays is not read: an unfinished line, a shard that no line names
-            self._manifest.truncate(self._complete.length)
-            for name in map(layout.shard_name, range(self._complete.shards, self._shards)):
-                (self._folder / name).unlink(missing_ok=True)
-                (self._folder / layout.draft_name(name)).unlink(missing_ok=True)
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            for path in (self._folder / name, self._folder / layout.draft_name(name)):
+                with contextlib.suppress(OSError):  # what stays is not read, since no line names it
+                    path.unlink(missing_ok=True)
+
+
+class _CommitLine(NamedTuple):
+    """Parts that share a line."""
+
+    parts: list[_Written]
+
+    def dump(self) -> bytes:
+        shards = [part.shard for part in self.parts if part.shard is not None]
+        return layout.dump_commit(shards, [text for part in self.parts for text in part.texts])
+
+
+def _lines(parts: Iterable[_Written]) -> list[_CommitLine]:
+    """Parts in as few lines as can hold them."""
+    lines: list[_CommitLine] = []
+    size = 0
+    for part in parts:
+        if not lines or size + part.line_size > layout.MAX_LINE:
+            lines.append(_CommitLine([]))
+            size = _LINE_OVERHEAD
+        lines[-1].parts.append(part)
+        size += part.line_size
+    return lines
+
+
+def _with_batches(events: Iterable[EventLike], known: set[int]) -> Iterator[EventLike]:
+    """The events, and before the first of a batch what its rows are, if that is not known."""
+    for event in events:
+        if event.batch is not None and event.batch.order not in known:
+            known.add(event.batch.order)
+            yield event.batch
+        yield event
 
 
 def _batches(events: Iterable[EventLike]) -> Iterator[list[_Planned]]:
@@ -258,7 +376,7 @@ def _plan(event: EventLike) -> _Planned:
 
 def _check_place(event: EventLike) -> None:
     numbers = {"order": event.order, "step": event.step, "call": event.call, "backward": event.backward}
-    if event.port not in PORTS:
+    if event.port not in (*PORTS, BATCH):
         raise ArgumentError(f"{event.port!r} is no port. Give one of {', '.join(PORTS)}.")
     for name, number in numbers.items():
         if type(number) is not int or not 0 <= number <= LARGEST:
@@ -296,13 +414,14 @@ def _halves(batch: list[_Planned], size: int) -> list[list[_Planned]]:
 
 
 def _line(planned: _Planned, shard: str, tensors: list[tuple[str, str, Stored]]) -> EventLine:
-    event, summaries = planned.event, planned.event.summaries()
-    entries = tuple(_entry(name, path, kept, summaries.get(path)) for name, path, kept in tensors)
+    event, summaries, rows = planned.event, planned.event.summaries(), planned.event.rows()
+    entries = tuple(_entry(name, path, kept, summaries.get(path), rows.get(path)) for name, path, kept in tensors)
     used = shard if any(entry.data for entry in entries) else None
     place = event.order, event.step, event.path, event.port, event.call, event.backward
-    return EventLine(*place, used, planned.structure, entries)
+    batch = None if event.batch is None else event.batch.order
+    return EventLine(*place, used, planned.structure, entries, batch)
 
 
-def _entry(name: str, path: str, kept: Stored, summary: Summary | None) -> TensorLine:
+def _entry(name: str, path: str, kept: Stored, summary: Summary | None, rows: str | None) -> TensorLine:
     fields = None if summary is None else vars(summary)
-    return TensorLine(name, path, kept.dtype, kept.shape, fields, kept.data is not None, kept.converted_from)
+    return TensorLine(name, path, kept.dtype, kept.shape, fields, kept.data is not None, kept.converted_from, rows)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hookline.errors import OptionError
 from hookline.store import format as layout
-from hookline.store.format import HEAD, MANIFEST, MAX_HEAD, WRITER_NAME, parse_head
+from hookline.store.format import END, HEAD, MANIFEST, MAX_HEAD, WRITER_NAME, parse_head
 from hookline.store.shard import check_regular, open_regular
 from hookline.store.strict_json import fault
 from hookline.store.tensors import write_all
@@ -38,10 +38,19 @@ def read_head(folder: Path) -> bytes:
     Raises:
         FormatError: It is missing, no plain file, or too large to be one.
     """
-    size = check_regular(folder / HEAD).st_size
+    return read_small(folder / HEAD)
+
+
+def read_small(path: Path) -> bytes:
+    """The text of ``recording.json`` or ``end.json``.
+
+    Raises:
+        FormatError: It is missing, no plain file, or too large to be one.
+    """
+    size = check_regular(path).st_size
     if size > MAX_HEAD:
-        raise fault(folder / HEAD, f"it has {size} bytes, at most {MAX_HEAD} are read")
-    with open_regular(folder / HEAD) as file:
+        raise fault(path, f"it has {size} bytes, at most {MAX_HEAD} are read")
+    with open_regular(path) as file:
         return file.read(MAX_HEAD)
 
 
@@ -82,7 +91,7 @@ def _is_ours(parts: tuple[str, ...]) -> bool:
     if len(parts) == 1:
         return parts[0] == HEAD or WRITER_NAME.fullmatch(parts[0]) is not None
     shard = (pattern.fullmatch(parts[-1]) for pattern in (layout.SHARD_NAME, layout.DRAFT_NAME))
-    return len(parts) == 2 and (parts[1] == MANIFEST or any(shard))
+    return len(parts) == 2 and (parts[1] in (MANIFEST, END, f".{END}.tmp") or any(shard))
 
 
 def parts_of(folder: Path, writer: int) -> list[Path]:
@@ -128,14 +137,25 @@ def add_writer(folder: Path, writer: str) -> None:
 
 def write_head(folder: Path, head: bytes) -> None:
     """Exchange what a recording says of itself; a reader sees the old text or the new one."""
-    draft = hidden(folder, "head")
+    write_whole(folder / HEAD, head, draft=hidden(folder, "head"))
+
+
+def write_whole(path: Path, data: bytes, *, draft: Path | None = None) -> None:
+    """Write a small file in a folder of ours, or exchange it; a reader sees nothing half-written.
+
+    Args:
+        path: The file.
+        data: What it is to hold.
+        draft: Where it is written before it gets its name; next to it by default.
+    """
+    draft = path.with_name(f".{path.name}.tmp") if draft is None else draft
     try:
-        _write_synced(draft, head)
-        os.replace(draft, folder / HEAD)
+        _write_synced(draft, data)
+        os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    sync_folder(folder)
+    sync_folder(path.parent)
 
 
 def publish(draft: Path, folder: Path) -> None:

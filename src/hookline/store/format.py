@@ -5,6 +5,7 @@
     run.hookline/
       recording.json           what was recorded: info and modules; written first
       w00000-a1b2c3/           one folder for each writer, so that none waits for another
+        end.json               what its writer knew at its end
         manifest.jsonl         one line for each commit, written after the shards that hold its tensors
         000000.safetensors     tensors of one commit, readable with the safetensors library alone
 
@@ -31,11 +32,16 @@ FORMAT = "hookline"
 VERSION = 2
 HEAD = "recording.json"
 MANIFEST = "manifest.jsonl"
+END = "end.json"
 WRITER_NAME = re.compile(r"w[0-9]{5,}-[0-9a-f]{6}")
 SHARD_NAME = re.compile(r"[0-9]{6,}\.safetensors")
 DRAFT_NAME = re.compile(rf"\.{SHARD_NAME.pattern}\.tmp")
 """Of a shard that is being written; nobody reads it."""
 PORTS = ("input", "output", "grad_input", "grad_output")
+BATCH = "batch"
+"""In the place of a port: no value of the model, but what the rows of other events are."""
+ROWS = ("samples", "tokens")
+"""What the rows of a tensor may be: one for each sample of its batch, or one for each chosen token."""
 MAX_HEAD = 1 << 28
 """Largest ``recording.json`` that is read, in bytes: some 1,500,000 modules."""
 MAX_LINE = 1 << 26
@@ -96,6 +102,7 @@ class TensorLine(NamedTuple):
         summary: Fields of its ``Summary``; None when there is none.
         data: False when only shape and dtype were kept.
         converted_from: What the tensor was before it was made plain: ``sparse_coo``, ``quint8``, ``DTensor``.
+        rows: One of `ROWS` when its rows are those of the event's batch.
     """
 
     name: str
@@ -105,6 +112,7 @@ class TensorLine(NamedTuple):
     summary: dict[str, int | float] | None
     data: bool = True
     converted_from: str | None = None
+    rows: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +121,10 @@ class TensorLine(NamedTuple):
 
 
 class EventLine(NamedTuple):
-    """One event of a commit; ``structure`` is the tree that `hookline.store.structure` reads."""
+    """One event of a commit; ``structure`` is the tree that `hookline.store.structure` reads.
+
+    ``batch`` is the order of the `BATCH` event that says what its rows are.
+    """
 
     order: int
     step: int
@@ -124,6 +135,7 @@ class EventLine(NamedTuple):
     shard: str | None
     structure: Any
     tensors: tuple[TensorLine, ...]
+    batch: int | None = None
 
 
 class ShardLine(NamedTuple):
@@ -168,16 +180,39 @@ def dump_head(info: Mapping[str, Any], modules: Mapping[str, ModuleInfo]) -> byt
     Raises:
         ArgumentError: ``info`` holds something that strict JSON has no form for.
     """
-    for key, value in info.items():
-        try:
-            strict_json.READABLE.encode({key: value})
-        except (TypeError, ValueError, RecursionError) as error:
-            advice = "Pass strings, finite numbers, true, false, None, and lists and dicts of them."
-            raise ArgumentError(f"info[{key!r}] cannot be written as JSON: {error}. {advice}") from error
+    _check_json(info, "info")
     listed = [{"path": path, **dataclasses.asdict(module)} for path, module in modules.items()]
     return strict_json.seal(
         strict_json.READABLE.encode({"format": FORMAT, "version": VERSION, "info": dict(info), "modules": listed})
     )
+
+
+def _check_json(said: Mapping[str, Any], name: str) -> None:
+    for key, value in said.items():
+        try:
+            strict_json.READABLE.encode({key: value})
+        except (TypeError, ValueError, RecursionError) as error:
+            advice = "Pass strings, finite numbers, true, false, None, and lists and dicts of them."
+            raise ArgumentError(f"{name}[{key!r}] cannot be written as JSON: {error}. {advice}") from error
+
+
+def dump_end(said: Mapping[str, Any]) -> bytes:
+    """The text of an ``end.json``.
+
+    Raises:
+        ArgumentError: It holds something that strict JSON has no form for.
+    """
+    _check_json(said, "end")
+    return strict_json.seal(strict_json.READABLE.encode(dict(said)))
+
+
+def parse_end(data: bytes, place: object) -> dict[str, Any]:
+    """What an ``end.json`` says.
+
+    Raises:
+        FormatError: It is damaged.
+    """
+    return strict_json.unseal(data, place)
 
 
 def parse_head(data: bytes, place: object) -> tuple[dict[str, Any], dict[str, ModuleInfo]]:
@@ -232,6 +267,8 @@ def dump_commit(shards: Sequence[ShardLine], events: Sequence[str]) -> bytes:
 def dump_event(line: EventLine) -> str:
     """One event of a manifest line."""
     entry = {field: getattr(line, field) for field in ("order", "step", "path", "port", "call", "backward", "shard")}
+    if line.batch is not None:
+        entry["batch"] = line.batch
     return strict_json.COMPACT.encode(
         {**entry, "structure": line.structure, "tensors": [*map(_dump_tensor, line.tensors)]}
     )
@@ -247,6 +284,8 @@ def _dump_tensor(line: TensorLine) -> dict[str, Any]:
         entry["data"] = False
     if line.converted_from is not None:
         entry["converted_from"] = line.converted_from
+    if line.rows is not None:
+        entry["rows"] = line.rows
     return entry
 
 
@@ -301,14 +340,15 @@ def _parse_event(entry: Any, place: Line) -> EventLine:
     if type(entry) is not dict:
         raise fault(place, f"an object was expected, it has {show(entry)}")
     port = get(entry, "port", str, place)
-    if port not in PORTS:
+    if port not in (*PORTS, BATCH):
         raise fault(place, f'"port" has to be one of {", ".join(PORTS)}, it is {show(port)}')
     if "structure" not in entry:
         raise fault(place, '"structure" is missing')
     tensors = tuple([_parse_tensor(tensor, place) for tensor in get(entry, "tensors", list, place)])
     order, step, call, backward = counts(entry, _PLACE, place)
     path, shard = get(entry, "path", str, place), _shard_of(entry, tensors, place)
-    return EventLine(order, step, path, port, call, backward, shard, entry["structure"], tensors)
+    batch = counts(entry, ("batch",), place)[0] if "batch" in entry else None
+    return EventLine(order, step, path, port, call, backward, shard, entry["structure"], tensors, batch)
 
 
 def _shard_of(entry: dict[str, Any], tensors: tuple[TensorLine, ...], place: Line) -> str | None:
@@ -328,9 +368,13 @@ def _parse_tensor(entry: Any, place: object) -> TensorLine:
     data, origin = entry.get("data", True), entry.get("converted_from")
     if type(data) is not bool or not (origin is None or type(origin) is str):
         raise fault(place, '"data" has to be true or false, and "converted_from" a string')
+    rows = entry.get("rows")
+    if rows is not None and rows not in ROWS:
+        raise fault(place, f'"rows" has to be one of {", ".join(ROWS)}, it is {show(rows)}')
     name, path = get(entry, "name", str, place), get(entry, "path", str, place)
     shape = parse_shape(entry.get("shape"), STORAGE[dtype].itemsize, place)
-    return TensorLine(name, path, dtype, shape, _parse_summary(entry.get("summary"), place), data, origin)
+    summary = _parse_summary(entry.get("summary"), place)
+    return TensorLine(name, path, dtype, shape, summary, data, origin, rows)
 
 
 def _parse_summary(entry: Any, place: object) -> dict[str, int | float] | None:

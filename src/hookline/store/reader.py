@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +17,8 @@ from torch import Tensor
 
 from hookline.stats.summary import Summary
 from hookline.store import format as layout
-from hookline.store.folders import read_head
-from hookline.store.format import HEAD, MANIFEST, Commit, EventLine, ModuleInfo, TensorLine
+from hookline.store.folders import read_head, read_small
+from hookline.store.format import BATCH, END, HEAD, MANIFEST, Commit, EventLine, ModuleInfo, TensorLine
 from hookline.store.shard import Shard, meta_tensor, open_regular, torch_dtype
 from hookline.store.strict_json import fault
 from hookline.store.structure import decode
@@ -35,14 +37,31 @@ class StoredEvent:
         port: ``input``, ``output``, ``grad_input`` or ``grad_output``.
         call: Number of the call of that module in that step.
         backward: Number of the backward pass through that call.
+        batch: What its rows are, an event of the port ``batch``; None where that was not said.
+        writer: Number of its writer, such as the rank of a process.
     """
 
-    __slots__ = ("_place", "_shard", "_structure", "_tensors", "backward", "call", "order", "path", "port", "step")
+    __slots__ = (
+        *("_place", "_shard", "_structure", "_tensors", "backward", "batch", "call", "order", "path", "port", "step"),
+        "writer",
+    )
 
-    def __init__(self, line: EventLine, shard: Shard | None, place: object) -> None:
+    def __init__(
+        self,
+        line: EventLine,
+        shard: Shard | None,
+        place: object,
+        batch: StoredEvent | None = None,
+        writer: int = 0,
+    ) -> None:
+        self.batch, self.writer = batch, writer
         self.order, self.step, self.path, self.port = line.order, line.step, line.path, line.port
         self.call, self.backward = line.call, line.backward
         self._structure, self._tensors, self._shard, self._place = line.structure, line.tensors, shard, place
+
+    def stands_at(self, place: object) -> None:
+        """Say where its line stands, once it is written."""
+        self._place = place
 
     @property
     def value(self) -> Any:
@@ -78,6 +97,10 @@ class StoredEvent:
         """Statistics by value path, from the manifest; the tensors are not touched."""
         return {line.path: Summary(**line.summary) for line in self._tensors if line.summary}  # type: ignore[arg-type]
 
+    def rows(self) -> dict[str, str]:
+        """By value path, which rows of ``batch`` a tensor has: ``samples`` or ``tokens``; the others are left out."""
+        return {line.path: line.rows for line in self._tensors if line.rows is not None}
+
     def conversions(self) -> dict[str, str]:
         """By value path, what was stored in another form: ``sparse_coo``, ``quint8``, ``DTensor``."""
         return {line.path: line.converted_from for line in self._tensors if line.converted_from is not None}
@@ -96,6 +119,37 @@ class StoredEvent:
         return f"<StoredEvent {self.order}: {self.path or '(root)'}:{self.port}, call {self.call} of step {self.step}>"
 
 
+def stored_events(
+    lines: Iterable[EventLine],
+    shards: Mapping[str, Shard],
+    places: Iterable[object],
+    batches: dict[int, StoredEvent],
+    writer: int = 0,
+) -> list[StoredEvent]:
+    """Events of lines, in order.
+
+    Args:
+        lines: The lines.
+        shards: The shards that they name.
+        places: Where each stands.
+        batches: Those of earlier lines, by order; those of these lines are added.
+        writer: Number of their writer.
+
+    Raises:
+        FormatError: A line names a batch that is not there.
+    """
+    found = []
+    for line, place in zip(lines, places, strict=True):
+        if line.batch is not None and line.batch not in batches:
+            raise fault(place, f"what its rows are should stand in event {line.batch}, which is not there")
+        shard = None if line.shard is None else shards[line.shard]
+        batch = None if line.batch is None else batches[line.batch]
+        found.append(StoredEvent(line, shard, place, batch, writer))
+        if line.port == BATCH:
+            batches[line.order] = found[-1]
+    return found
+
+
 class StoredParts(NamedTuple):
     """What a recording on disk holds.
 
@@ -104,12 +158,14 @@ class StoredParts(NamedTuple):
         modules: The modules of the model by path, in the order of the model.
         events: The events of all writers, by order and step.
         torn: The manifests with an unfinished last line, which does not count: its writer was killed, or is at it.
+        ends: What each writer wrote down at its end, by its number; none of those that are not at their end.
     """
 
     info: dict[str, Any]
     modules: dict[str, ModuleInfo]
     events: list[StoredEvent]
     torn: tuple[Path, ...] = ()
+    ends: tuple[tuple[int, dict[str, Any]], ...] = ()
 
 
 def open_recording(folder: str | os.PathLike[str]) -> StoredParts:
@@ -122,16 +178,106 @@ def open_recording(folder: str | os.PathLike[str]) -> StoredParts:
         FormatError: It is missing, foreign, of another version, damaged or hostile. The message names the file.
     """
     path = place_of_recording(folder)
-    events: list[StoredEvent] = []
-    torn: list[Path] = []
-    try:
+    with _reading(path):
         info, modules = layout.parse_head(read_head(path), path / HEAD)
-        for writer in writers(path):
-            _read_manifest(writer, events, torn)
+    tail = Tail(path)
+    events = tail.new()
+    return StoredParts(info, modules, events, tail.torn, tail.ends())
+
+
+class Tail:
+    """Follows a recording that may still be written: each look gives what was committed since the one before.
+
+    Args:
+        folder: The recording, an absolute path.
+        only: The only writer's folder to look at; all by default.
+    """
+
+    def __init__(self, folder: Path, *, only: Path | None = None) -> None:
+        self._folder = folder
+        self._only = only
+        self._writers: dict[Path, _Followed] = {}
+
+    def new(self) -> list[StoredEvent]:
+        """The events since the last look, by order and step.
+
+        Raises:
+            FormatError: Something is damaged or hostile. The next look begins where this one began.
+        """
+        with _reading(self._folder):
+            found = [
+                (self._writers.get(path) or _Followed(path)).look()
+                for path in ([self._only] if self._only else writers(self._folder))
+            ]
+        self._writers.update((follower.path, follower) for follower, _ in found)
+        events = [event for _, some in found for event in some if event.port != BATCH]
+        return sorted(events, key=lambda event: (event.order, event.step))
+
+    @property
+    def torn(self) -> tuple[Path, ...]:
+        """The manifests whose last line was not finished at the last look."""
+        return tuple(path / MANIFEST for path, writer in self._writers.items() if writer.torn)
+
+    def ends(self) -> tuple[tuple[int, dict[str, Any]], ...]:
+        """What each writer wrote down at its end, by its number.
+
+        Raises:
+            FormatError: Such a file is damaged.
+        """
+        with _reading(self._folder):
+            found = ((writer_number(path), path / END) for path in self._writers)
+            return tuple((number, _read_end(place)) for number, place in found if os.path.lexists(place))
+
+
+class _Followed(NamedTuple):
+    """How far a writer's manifest was read.
+
+    Attributes:
+        path: The writer's folder.
+        offset: Bytes that were read.
+        number: Lines that were read.
+        seen: Shards that they name.
+        batches: Their batches, by order.
+        torn: Whether an unfinished line follows.
+    """
+
+    path: Path
+    offset: int = 0
+    number: int = 0
+    seen: frozenset[str] = frozenset()
+    batches: Mapping[int, StoredEvent] = MappingProxyType({})
+    torn: bool = False
+
+    def look(self) -> tuple[_Followed, list[StoredEvent]]:
+        """How far it is read now, and the events since."""
+        events: list[StoredEvent] = []
+        seen, batches, torn = set(self.seen), dict(self.batches), list[Path]()
+        offset, number, writer = self.offset, self.number, writer_number(self.path)
+        for place, text in lines(self.path / MANIFEST, torn, offset, number):
+            commit = parse_commit(text, place, seen)
+            shards = {shard.file: Shard(self.path / shard.file, shard.nbytes) for shard in commit.shards}
+            places = [place._replace(event=index) for index in range(len(commit.events))]
+            events += stored_events(commit.events, shards, places, batches, writer)
+            offset, number = offset + len(text), place.number
+        return _Followed(self.path, offset, number, frozenset(seen), batches, bool(torn)), events
+
+
+def _read_end(place: Path) -> dict[str, Any]:
+    return layout.parse_end(read_small(place), place)
+
+
+def writer_number(folder: Path) -> int:
+    """The number of a writer, which the name of its folder begins with."""
+    return int(folder.name[1:].partition("-")[0])
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """An OSError as a FormatError that names the folder."""
+    try:
+        yield
     except OSError as error:
-        raise fault(path, f"it cannot be read ({error})", "Check its permissions and its disk.") from error
-    events.sort(key=lambda event: (event.order, event.step))
-    return StoredParts(info, modules, events, tuple(torn))
+        raise fault(folder, f"it cannot be read ({error})", "Check its permissions and its disk.") from error
 
 
 def place_of_recording(path: str | os.PathLike[str]) -> Path:
@@ -161,18 +307,6 @@ def writers(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def _read_manifest(writer: Path, events: list[StoredEvent], torn: list[Path]) -> None:
-    manifest = writer / MANIFEST
-    seen: set[str] = set()
-    for place, text in lines(manifest, torn):
-        commit = parse_commit(text, place, seen)
-        shards: dict[str | None, Shard] = {
-            shard.file: Shard(writer / shard.file, shard.nbytes) for shard in commit.shards
-        }
-        for index, line in enumerate(commit.events):
-            events.append(StoredEvent(line, shards.get(line.shard), place._replace(event=index)))
-
-
 def parse_commit(text: bytes, place: layout.Line, seen: set[str]) -> Commit:
     """Read one line of a manifest, and check all of it that can be checked without its shards.
 
@@ -194,22 +328,27 @@ def parse_commit(text: bytes, place: layout.Line, seen: set[str]) -> Commit:
     return commit
 
 
-def lines(manifest: Path, torn: list[Path]) -> Iterator[tuple[layout.Line, bytes]]:
+def lines(manifest: Path, torn: list[Path], offset: int = 0, number: int = 0) -> Iterator[tuple[layout.Line, bytes]]:
     """The whole lines of a manifest, and where they stand.
 
     Args:
         manifest: The file.
         torn: Gets the manifest added when its last line has no newline: its writer was killed, or is at it.
+        offset: Bytes that are passed over.
+        number: Lines in these bytes.
 
     Raises:
-        FormatError: A line is too long.
+        FormatError: A line is too long, or the file has less than ``offset`` bytes.
     """
     with open_regular(manifest) as file:
-        for number in itertools.count(1):
+        if offset > file.seek(0, os.SEEK_END):
+            raise fault(manifest, f"it had {offset} bytes and has become shorter", "Open the recording again.")
+        file.seek(offset)
+        for count in itertools.count(number + 1):
             line = file.readline(layout.MAX_LINE + 1)
             if len(line) > layout.MAX_LINE:
                 raise fault(manifest, f"a line has more than {layout.MAX_LINE} bytes")
             if not line.endswith(b"\n"):
                 torn += [manifest] if line else []
                 return
-            yield layout.Line(manifest, number), line
+            yield layout.Line(manifest, count), line

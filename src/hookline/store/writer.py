@@ -6,14 +6,14 @@ import contextlib
 import errno
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hookline.errors import FormatError, OptionError
+from hookline.errors import FormatError, OptionError, QuotaError
 from hookline.store import folders
-from hookline.store.appender import Appender, EventLike
-from hookline.store.format import ModuleInfo, dump_head, writer_name
+from hookline.store.appender import Appender, EventLike, Staged
+from hookline.store.format import END, ModuleInfo, dump_end, dump_head, writer_name
 from hookline.store.reader import StoredEvent
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -25,6 +25,8 @@ class Writer:
     """Writes one recording, or one process's part of it. A context manager.
 
     What an `append` that returned has written survives a crash, and a crash leaves of the others nothing that is read.
+    `stage` and `commit` do it in two steps, for what is to be seen as a whole and is too much to wait in memory.
+
     Several processes may write into one recording, each with its own ``writer``: the first to come makes the folder,
     the others join it. No two ever write into the same file, not even those that come with the same number at once.
 
@@ -34,6 +36,8 @@ class Writer:
         modules: The modules of the model by path.
         writer: Number of this writer, such as the rank of the process.
         overwrite: Replace a recording of that name: the whole of it for writer 0, that writer's part for others.
+        again: Join a recording that has a part of that writer already, which stays as it is.
+        quota: Most bytes on disk for the shards and the manifest of this part.
 
     Raises:
         OptionError: The recording exists, with a part of that writer.
@@ -49,6 +53,8 @@ class Writer:
         modules: Mapping[str, ModuleInfo],
         writer: int = 0,
         overwrite: bool = False,
+        again: bool = False,
+        quota: int | None = None,
     ) -> None:
         if writer < 0:
             raise OptionError(f"writer has to be a number from 0 on, got {writer}. Pass the rank of the process.")
@@ -58,8 +64,9 @@ class Writer:
             if overwrite:
                 _replace(self.folder, head, own, writer)
             else:
-                _claim(self.folder, head, own, writer)
-            self._appender = Appender(self.folder / own)
+                _claim(self.folder, head, own, writer, again=again)
+            self._appender = Appender(self.folder / own, quota=quota)
+        self.part = self.folder / own
         self._closed = False
 
     def append(self, events: Iterable[EventLike]) -> list[StoredEvent]:
@@ -74,12 +81,51 @@ class Writer:
         Raises:
             ArgumentError: An event holds something that cannot be stored.
             FormatError: The disk is full or refuses. What was appended before can be read.
+            QuotaError: The quota would be passed.
             OptionError: The writer is closed.
         """
-        if self._closed:
-            raise OptionError(f"{self.folder}: this writer is closed. Append before the with-block ends.")
-        with _writing(self.folder):
+        with self._writing("Append"):
             return self._appender.append(events)
+
+    def stage(self, staged: Staged, events: Iterable[EventLike]) -> list[StoredEvent]:
+        """Write the shards of more events, which no reader sees before they are committed.
+
+        Args:
+            staged: Gets them added; begin with ``Staged()``. After an error it is as before.
+            events: The events.
+
+        Returns:
+            The events as they stand on disk, in the same order; they can be read at once.
+
+        Raises:
+            ArgumentError, FormatError, QuotaError, OptionError: As for `append`.
+        """
+        with self._writing("Append"):
+            return self._appender.stage(staged, events)
+
+    def commit(self, several: Sequence[Staged]) -> None:
+        """Make what was staged part of the recording, as one commit, and wait until the disk has it.
+
+        Raises:
+            FormatError, OptionError: As for `append`. It is still staged then.
+        """
+        with self._writing("Append"):
+            self._appender.commit(several)
+
+    def discard(self, staged: Staged) -> None:
+        """Delete what was staged and not committed."""
+        self._appender.discard(staged)
+
+    def end(self, said: Mapping[str, Any]) -> None:
+        """Write down what is known of this part only at its end, in ``end.json`` in its folder.
+
+        Raises:
+            ArgumentError: It is not JSON.
+            FormatError: The disk is full or refuses.
+        """
+        text = dump_end(said)
+        with self._writing("End it"):
+            folders.write_whole(self.part / END, text)
 
     def describe(self, *, info: Mapping[str, Any], modules: Mapping[str, ModuleInfo]) -> None:
         """Say anew what the recording is, when more modules turn up while it is written.
@@ -89,16 +135,21 @@ class Writer:
             FormatError: The disk is full or refuses. The description is then as it was.
             OptionError: The writer is closed.
         """
-        if self._closed:
-            raise OptionError(f"{self.folder}: this writer is closed. Describe before the with-block ends.")
         head = dump_head(info, modules)
-        with _writing(self.folder):
+        with self._writing("Describe"):
             folders.write_head(self.folder, head)
 
     def close(self) -> None:
         """Close the files. Nothing is left to be written."""
         self._closed = True
         self._appender.close()
+
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        if self._closed:
+            raise OptionError(f"{self.folder}: this writer is closed. {what} before the with-block ends.")
+        with _writing(self.folder):
+            yield
 
     def __enter__(self) -> Writer:
         return self
@@ -174,8 +225,8 @@ def _put(draft: Path, folder: Path, overwrite: bool) -> None:
         folders.publish(draft, folder)
 
 
-def _claim(folder: Path, head: bytes, own: str, writer: int) -> None:
-    """Make a new recording, or join one that has no part of this writer yet."""
+def _claim(folder: Path, head: bytes, own: str, writer: int, *, again: bool = False) -> None:
+    """Make a new recording, or join one that has no part of this writer yet; any with ``again``."""
     if not folders.is_taken(folder):
         draft = folders.make_draft(folder, head, own)
         try:
@@ -184,7 +235,7 @@ def _claim(folder: Path, head: bytes, own: str, writer: int) -> None:
             folders.remove(draft)
             if not isinstance(error, OSError) or not folders.is_taken(folder):
                 raise  # otherwise another process was faster: join it
-    if folders.parts_of(folder, writer):
+    if not again and folders.parts_of(folder, writer):
         folders.refuse_taken(folder)
     folders.add_writer(folder, own)
 
@@ -212,6 +263,8 @@ def _writing(folder: Path) -> Iterator[None]:
     """An OSError as one clear FormatError that names the folder."""
     try:
         yield
+    except QuotaError:
+        raise
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno in _FULL:
