@@ -145,8 +145,7 @@ class _OwnSteps(Steps):
     """
 
     def __init__(self, root: Root, latest: int) -> None:
-        super().__init__()
-        self.latest = latest
+        super().__init__(first=latest + 1)
         self._root = root
         self._elsewhere = Step(_NO_STEP)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from hookline.errors import SiteError
+from hookline.record.log import Log
 from hookline.sites import label
 from hookline.values import Arguments
 
@@ -56,13 +56,15 @@ class CallRecord(_Ports):
     Attributes:
         path: The module.
         step: Step of the call.
+        writer: Number of the process that made it, such as its rank.
         index: How often the module had run before in this step.
         events: What was kept of it, in order; one for each backward pass where there were several.
     """
 
-    def __init__(self, path: str, step: int, index: int, asked: Collection[str]) -> None:
+    def __init__(self, path: str, step: int, writer: int, index: int, asked: Collection[str]) -> None:
         self.path = path
         self.step = step
+        self.writer = writer
         self.index = index
         self.events: list[Any] = []
         self._asked = asked
@@ -89,33 +91,30 @@ class ModuleRecord(_Ports):
         type_name: Its class; empty where that is not known.
     """
 
-    def __init__(self, path: str, type_name: str, asked: Collection[str]) -> None:
+    def __init__(self, path: str, type_name: str, asked: Collection[str], log: Log) -> None:
         self.path = path
         self.type_name = type_name
         self._asked = asked
-        self._events: dict[int, Any] = {}
-        self._changes = 0
-        self._exchanged = False
+        self._log = log
         self._grouped: tuple[int, tuple[CallRecord, ...]] = (0, ())
 
     @property
     def events(self) -> list[Any]:
         """What was kept, in order."""
-        events = list(self._events.values())
-        return sorted(events, key=operator.attrgetter("order")) if self._exchanged else events
+        return self._log.of(self.path)
 
     @property
     def calls(self) -> tuple[CallRecord, ...]:
-        """The calls, in the order of steps and calls."""
-        changes = self._changes
+        """The calls, in the order of steps, processes and calls."""
+        changes = self._log.changes(self.path)
         if self._grouped[0] != changes:
             self._grouped = changes, self._group()
         return self._grouped[1]
 
     def _group(self) -> tuple[CallRecord, ...]:
-        found: dict[tuple[int, int], CallRecord] = {}
+        found: dict[tuple[int, int, int], CallRecord] = {}
         for event in self.events:
-            key = event.step, event.call
+            key = event.step, event.writer, event.call
             if key not in found:
                 found[key] = CallRecord(self.path, *key, self._asked)
             found[key].events.append(event)
@@ -140,24 +139,7 @@ class ModuleRecord(_Ports):
         return len(self.calls)
 
     def __repr__(self) -> str:
-        return f"<{label(self.path)} {self.type_name}: {len(self.calls)} calls, {len(self._events)} values>"
-
-    def add(self, event: Any) -> None:
-        """Add an event; recordings do this."""
-        self._events[id(event)] = event
-        self._changes += 1
-
-    def exchange(self, event: Any, other: Any) -> None:
-        """Put an event in the place of another; recordings do this."""
-        self._events[id(other)] = other
-        del self._events[id(event)]
-        self._exchanged = True
-        self._changes += 1
-
-    def discard(self, event: Any) -> None:
-        """Remove an event; recordings do this."""
-        del self._events[id(event)]
-        self._changes += 1
+        return f"<{label(self.path)} {self.type_name}: {len(self.calls)} calls, {len(self.events)} values>"
 
 
 def _plain_arguments(value: Any) -> Any:

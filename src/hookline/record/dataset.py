@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from hookline.errors import OptionError
@@ -18,10 +17,11 @@ from hookline.record.rows import Rows
 __all__ = ["Batches"]
 
 
-class Batches(Dataset[dict[str, Tensor]]):
+class Batches(Dataset[dict[str, Any]]):
     """Batches of the rows of one or several sites; ``rec.dataset(...)`` makes it.
 
-    A batch is ``{"h.3:output": rows, "row": numbers}``, the numbers being those in ``rec.rows(site)``. It is a
+    A batch is ``{"h.3:output": rows, "row": numbers}``, the numbers being those in ``rec.rows(site)``; where they were
+    recorded inside ``rec.batch``, also ``id``, ``position`` and ``token`` as ``rows.identity`` gives them. It is a
     map-style dataset of whole batches: ``DataLoader(dataset, batch_size=None, num_workers=4)`` gives them in the same
     order with any number of workers, forked or spawned.
 
@@ -57,13 +57,15 @@ class Batches(Dataset[dict[str, Tensor]]):
         self._shuffle, self._seed, self._window, self._drop_last = shuffle, seed, window, drop_last
         self._rank, self._world_size = _share(rank, world_size)
         self._sizes = _common_sizes(list(rows))
+        self._first = rows[0]
+        self._has_identity = self._first.have_identity
         self._total = int(self._sizes.sum())
         self._order: tuple[int, _Order] | None = None
 
     def __len__(self) -> int:
         return max(self._count - self.first, 0)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         """A batch.
 
         Raises:
@@ -75,9 +77,11 @@ class Batches(Dataset[dict[str, Tensor]]):
             self._order = self.epoch, _Order(self._sizes, self._window, self._seed_of_epoch())
         start = ((self.first + index) * self._world_size + self._rank) * self.batch_size
         numbers = self._order[1].numbers(start, min(start + self.batch_size, self._total))
-        return {**{site: rows[numbers] for site, rows in self.rows.items()}, "row": torch.from_numpy(numbers)}
+        found = {site: rows[numbers] for site, rows in self.rows.items()}
+        identity = self._first.identity(numbers) if self._has_identity else {}
+        return {**found, **identity, "row": torch.from_numpy(numbers)}
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         return map(self.__getitem__, range(len(self)))
 
     def set_epoch(self, epoch: int) -> None:

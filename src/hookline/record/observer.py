@@ -45,13 +45,13 @@ class ModuleObserver(Observer):
     def begin(self, call: Call) -> None:
         """Give the call its number, or that of the call that it repeats."""
         recorder = self._recorder
-        if recorder is None:
+        if recorder is None or (not call.recomputed and recorder.passes_over):
             return
         if call.recomputed:
             mark = None if self._segments is None else self._segments.original()
         else:
-            step = recorder.steps.current
-            mark = step.number, step.next_call(self._path)
+            step = recorder.steps.called
+            mark = step.number, step.next_call(self._path), recorder.batch
             if recorder.wanted(step.number):
                 self.evidence.begin()
         if mark is None:

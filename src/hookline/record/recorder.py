@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from hookline.errors import OptionError
 from hookline.hooks import Handle, add_note, attach, original_class, unreachable
+from hookline.record.batch import Batch
 from hookline.record.budget import Budget
 from hookline.record.coverage import Coverage
 from hookline.record.event import Event
@@ -26,8 +28,9 @@ from hookline.record.places import modules_at, sites_of
 from hookline.record.policy import Policy, policy
 from hookline.record.recording import Recording, module_info
 from hookline.record.segment import Mark
-from hookline.record.spill import Spill, spill_to
 from hookline.record.steps import StepObserver, Steps
+from hookline.record.stream import Pressure, Stream
+from hookline.record.target import Target, target_of
 from hookline.sites import PORTS, Pattern, Site, canonical_paths, label
 from hookline.store import ModuleInfo
 from hookline.values import Structure, keep
@@ -47,6 +50,10 @@ def record(  # noqa: PLR0913 - one option for each thing that can be chosen, all
     detach: bool = True,
     budget: int | str | None = None,
     to: str | os.PathLike[str] | None = None,
+    quota: int | str | None = None,
+    on_error: str = "raise",
+    resume: bool = False,
+    steps: str = "forward",
     strict: bool = False,
 ) -> Recorder:
     """Record values at places of a model while a with-block runs.
@@ -64,9 +71,18 @@ def record(  # noqa: PLR0913 - one option for each thing that can be chosen, all
         reduce: Keep ``reduce(tensor)``, a tensor or a number, in the place of each tensor, such as
             ``lambda t: t.mean((2, 3))``.
         detach: Keep values without their graph. With False a value can be used in a loss, and costs a copy.
-        budget: Most bytes to keep in memory, such as ``"2GB"``. When one value more would pass it, what is kept goes to
-            the folder ``to``, or ``BudgetError`` is raised before the value is kept; always with ``keep="last"``.
-        to: Folder that holds the recording when the with-block has ended, such as ``"run.hookline"``.
+        budget: Most bytes to keep in memory, such as ``"2GB"``. With ``to``, most bytes that wait for the disk,
+            ``"1GB"`` unless given: the model waits where the disk is slower. Without it, or with ``keep="last"``,
+            ``BudgetError`` is raised before one value more would be kept.
+        to: Folder to record into, such as ``"run.hookline"``. Values go there while the model runs, whole steps at a
+            time, and ``rec`` reads them from there.
+        quota: Most bytes on disk, such as ``"50GB"``. When one step more would pass it, the recording ends with all
+            steps before, as ``on_error`` says.
+        on_error: What to do when the disk refuses or the quota is reached: ``"raise"``, or ``"warn"`` once and let the
+            model go on without the recording. What was committed can be read in both cases.
+        resume: Go on with the recording at ``to``, if there is one, after its last step; see ``Recording.first_step``
+            and ``Recording.batch``.
+        steps: What begins a step: a ``"forward"`` of the model, or with ``"manual"`` only ``rec.next_step()``.
         strict: Raise ``CoverageError`` at the end of the with-block when a site was not captured. A container that a
             pattern names among others does not count.
 
@@ -79,12 +95,13 @@ def record(  # noqa: PLR0913 - one option for each thing that can be chosen, all
         SiteError: A pattern names nothing in the model, or just a module whose calls cannot be seen.
         OptionError, ArgumentError: An argument cannot be used, or there is a recording at ``to``.
         BudgetError: Inside the with-block, when the budget is full.
-        FormatError: The folder ``to`` cannot be written. What is in memory stays.
+        FormatError, QuotaError: Inside the with-block or at its end, with ``on_error="raise"``.
         CoverageError: At the end of the with-block, with ``strict=True``.
     """
     chosen = policy(keep=keep, device=device, dtype=dtype, reduce=reduce, detach=detach, budget=budget)
     found = sites_of(model, sites, ports)
-    return Recorder(model, found, chosen, spill=None if to is None else spill_to(to, chosen), strict=strict)
+    target = target_of(to, chosen, quota=quota, on_error=on_error, resume=resume)
+    return Recorder(model, found, chosen, target=target, steps=steps, strict=strict)
 
 
 class Recorder:
@@ -103,23 +120,31 @@ class Recorder:
         sites: list[Site],
         policy: Policy,
         *,
-        spill: Spill | None = None,
+        target: Target | None = None,
+        steps: str = "forward",
         strict: bool = False,
     ) -> None:
+        if steps not in ("forward", "manual"):
+            raise OptionError(f'steps is "forward" or "manual", got {steps!r}.')
         modules = modules_at(model, sites)
         self.model: nn.Module | None = model
         self.sites = sites
         self.policy = policy
-        self.steps = Steps()
+        self.steps = Steps(by_hand=steps == "manual")
         self.wanted: Callable[[int], bool] = lambda step: True
         self.on_step: Callable[[int], None] = lambda step: None
         self.recording = Recording(modules=_described(model, modules), info=_info(model, sites))
         self.evidence = {path: Evidence(module) for path, module in modules.items()}
         self._modules = {path: weakref.ref(module) for path, module in modules.items()}
         self._model_ref = weakref.ref(model)
-        self._spill = spill
+        self._target = target
+        self._stream: Stream | None = None
+        self._with_gradients = any(site.port.startswith("grad") for site in sites)
+        self._own_batch = threading.local()
         self._strict = strict
-        self._budget = None if policy.budget is None else Budget(policy.budget, last_only=policy.keep == "last")
+        streams = target is not None and policy.keep == "all"
+        last_only = policy.keep == "last"
+        self._budget = None if policy.budget is None or streams else Budget(policy.budget, last_only=last_only)
         self._handles: list[Handle] = []
         self._observers: list[StepObserver | ModuleObserver] = []
         self._orders = itertools.count()
@@ -134,6 +159,10 @@ class Recorder:
     def __enter__(self) -> Recording:
         if self.model is None or self._handles:
             raise OptionError("a recorder records once; call hookline.record(...) again for another recording.")
+        if self._target is not None:
+            self._stream = self._target.open(self.model, self.recording, self.policy)
+            self.steps.start_at(self._target.first_step)
+            self._orders = itertools.count(self._target.first_order)
         try:
             self._install(self.model)
         except BaseException:
@@ -144,9 +173,9 @@ class Recorder:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()
-        if self._spill is not None:
+        if self._stream is not None:
             try:
-                self._spill.finish(self.recording)
+                self._stream.finish(self._said)
             except Exception as second:
                 if error is None:
                     raise
@@ -159,7 +188,7 @@ class Recorder:
         for site in self.sites:
             by_path.setdefault(site.path, []).append(site)
         if not unreachable(model):
-            self._attach(model, StepObserver(self._begin_step))
+            self._attach(model, StepObserver(self._begin_step, self._end_step))
         for path, module in modules_at(model, self.sites).items():
             if not unreachable(module):
                 self._attach(module, ModuleObserver(self, path, by_path[path], self.evidence[path]))
@@ -196,10 +225,83 @@ class Recorder:
             return None
         return next((label(path) for path, ref in self._modules.items() if ref() is module), None)
 
-    def _begin_step(self) -> None:
-        before = self.steps.begin()
+    def _begin_step(self) -> bool:
+        """A forward of the model begins; returns whether it counts."""
+        if self.passes_over:
+            return False
+        own, before = self.steps.own, self.steps.begin()
         if before >= 0:
             self.on_step(before)
+        if self._stream is not None and own is not None and own is not self.steps.current:
+            self._stream.step_over(own.number)
+        return True
+
+    def _end_step(self) -> None:
+        """It has ended, and with it the step where no gradients are wanted."""
+        if self._stream is not None and not self._with_gradients and not self.steps.by_hand:
+            self._stream.step_over(self.steps.current.number)
+
+    def next_step(self) -> None:
+        """The step of this thread is over; its next call begins another one."""
+        ended = self.steps.end()
+        if self._stream is not None:
+            self._stream.step_over(ended)
+
+    def flush(self) -> None:
+        """Return when everything so far is on disk.
+
+        Raises:
+            OptionError: The recording goes into memory, or only its last values are kept.
+        """
+        if self._stream is None or self.policy.keep == "last":
+            raise OptionError('flush() needs record(..., to="run.hookline") and keep="all".')
+        self._stream.flush()
+
+    @property
+    def pressure(self) -> Pressure:
+        """How often, and how many seconds, the model has waited for the disk."""
+        return Pressure(0, 0.0) if self._stream is None else self._stream.pressure
+
+    @property
+    def first_step(self) -> int:
+        """Number of the first step."""
+        return self.steps.first
+
+    @property
+    def batch(self) -> Batch | None:
+        """What the rows of this thread's calls are."""
+        return getattr(self._own_batch, "value", None)
+
+    @property
+    def passes_over(self) -> bool:
+        """Whether this thread runs what is recorded already."""
+        batch = self.batch
+        return batch is not None and batch.skip
+
+    @contextlib.contextmanager
+    def in_batch(self, batch: Batch) -> Iterator[bool]:
+        """Give the calls of this thread their rows; says whether they are recorded.
+
+        Raises:
+            OptionError: Some of the samples are recorded already and others not.
+        """
+        done = set() if self._target is None else self._target.ids.intersection(batch.ids)
+        if done and len(done) < len(set(batch.ids)):
+            raise OptionError(
+                f"{len(done)} of the {len(set(batch.ids))} ids of this batch are recorded already, the others are not. "
+                "Resume with the same batches, or leave those samples out."
+            )
+        batch.skip = bool(done)
+        batch.order, batch.step = next(self._orders), max(self.step, self.first_step)
+        before, self._own_batch.value = self.batch, batch
+        try:
+            yield not batch.skip
+        finally:
+            self._own_batch.value = before
+
+    def _said(self) -> dict[str, Any]:
+        waits, seconds = self.pressure
+        return {"coverage": self.coverage().to_json(), "waits": waits, "waited_s": round(seconds, 3)}
 
     def put(self, site: Site, mark: Mark, backward: int, structure: Structure, leaves: list[Any]) -> bool:
         """Keep one value of one call; observers do this.
@@ -215,45 +317,72 @@ class Recorder:
             Whether it was wanted.
 
         Raises:
-            BudgetError: It would pass the budget, and there is no folder to spill to.
-            FormatError: The folder cannot be written.
+            BudgetError: It would pass the budget.
+            FormatError, QuotaError: The recording on disk cannot go on.
         """
-        if not self.wanted(mark[0]):
+        if not self.wanted(mark[0]) or (self._stream is not None and not self._stream.takes):
             return False
+        step, call, batch = mark
         try:
-            kept = self._captured(site, leaves)
+            leaves, kinds = self._rows_of(batch, leaves)
+            captured = self._captured(site, leaves)
         except Exception as error:
-            add_note(error, f"Raised while {site} was kept, call {mark[1]} of step {mark[0]}.")
+            add_note(error, f"Raised while {site} was kept, call {call} of step {step}.")
             raise
-        step, call = mark
+        if captured is None:
+            return False
+        kept, size = captured
+        if batch is not None:
+            kinds = [self._kind_of(batch, kind, tensor) for kind, tensor in zip(kinds, kept, strict=True)]
+        tensors = tuple(kind for kind, leaf in zip(kinds, kept, strict=True) if isinstance(leaf, Tensor))
         value = keep(structure, kept)
         event = Event(next(self._orders), step, site.path, site.port, call, backward, value)
+        if any(tensors):
+            event.batch, event.kinds = batch, tensors
         self._add(site, event)
-        if self._spill is not None and self._budget is not None and event.nbytes > self._budget.limit:
-            self._spill.write(self.recording)
-            self._budget.clear()
+        if self._stream is not None:
+            self._stream.put(event, size)
         return True
 
-    def _captured(self, site: Site, leaves: list[Any]) -> list[Any]:
-        if self._budget is None:
-            return self._as_kept(site, leaves)
+    def _rows_of(self, batch: Batch | None, leaves: list[Any]) -> tuple[list[Any], list[str | None]]:
+        """The leaves with the rows that are wanted, and of which kind these are."""
+        if batch is None:
+            return leaves, [None] * len(leaves)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.policy.detach):
+            pairs = [batch.select(leaf) if isinstance(leaf, Tensor) else (leaf, None) for leaf in leaves]
+        return [leaf for leaf, _ in pairs], [kind for _, kind in pairs]
+
+    def _kind_of(self, batch: Batch, kind: str | None, tensor: Any) -> str | None:
+        """The kind of rows; none where ``reduce`` has left other ones."""
+        return kind if kind is not None and tensor.shape[:1] == (batch.count(kind),) else None
+
+    def _captured(self, site: Site, leaves: list[Any]) -> tuple[list[Any], int] | None:
+        """The leaves as they are kept, and their bytes; None when the recording has ended."""
+        if self._budget is None and self._stream is None:
+            return self._as_kept(site, leaves), 0
         if self.policy.reduce is not None:  # only the results tell how large they are
             kept = self._as_kept(site, leaves)
-            self._make_room(self._budget, site, self._nbytes(kept))
-            return kept
+            size = self._nbytes(kept)
+            return (kept, size) if self._has_room(site, size) else None
         size = self._nbytes(leaves)
-        self._make_room(self._budget, site, size)
+        if not self._has_room(site, size):
+            return None
         try:
-            return self._as_kept(site, leaves)
+            return self._as_kept(site, leaves), size
         except BaseException:
-            self._budget.give_back(site, size)
+            self._give_back(site, size)
             raise
 
-    def _make_room(self, budget: Budget, site: Site, size: int) -> None:
-        if self._spill is not None and not budget.has_room(size) and self._spill.write(self.recording):
-            budget.clear()
-            size = min(size, budget.limit)  # what is larger alone follows at once
-        budget.spend(site, size)
+    def _has_room(self, site: Site, size: int) -> bool:
+        if self._budget is not None:
+            self._budget.spend(site, size)
+        return self._stream is None or self._stream.room(size)
+
+    def _give_back(self, site: Site, size: int) -> None:
+        if self._budget is not None:
+            self._budget.give_back(site, size)
+        if self._stream is not None:
+            self._stream.give_back(size)
 
     def _as_kept(self, site: Site, leaves: list[Any]) -> list[Any]:
         return [self.policy.capture(leaf, site) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -263,11 +392,11 @@ class Recorder:
 
     def _add(self, site: Site, event: Event) -> None:
         if self.policy.keep == "all":
-            self.recording.add(event)
+            self.recording.log.add(event)
             return
         with self._replacing:
-            gone = self.recording.drop(site.path, site.port)
-            self.recording.add(event)
+            gone = self.recording.log.drop(site.path, site.port)
+            self.recording.log.add(event)
         if gone is not None and self._budget is not None:
             self._budget.give_back(site, gone.nbytes)
 
@@ -275,7 +404,7 @@ class Recorder:
         """Remove and return the events so far, for a sink that has written them elsewhere."""
         if self._budget is not None:
             self._budget.clear()
-        return self.recording.take()
+        return self.recording.log.take()
 
 
 def _described(model: nn.Module, modules: dict[str, nn.Module]) -> dict[str, ModuleInfo]:

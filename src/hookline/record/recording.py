@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import operator
+import contextlib
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hookline import store
 from hookline.errors import OptionError, SiteError
 from hookline.hooks import original_class
+from hookline.record.batch import Batch
 from hookline.record.call import ModuleRecord
-from hookline.record.coverage import Coverage
+from hookline.record.coverage import CAPTURED, Coverage, Fate
 from hookline.record.dataset import Batches
+from hookline.record.log import Log
 from hookline.record.rows import Rows
+from hookline.record.stream import Pressure
 from hookline.report.rows import choose, select_events
 from hookline.sites import PORTS, ROOT_LABEL, Pattern, Site, label, match_paths, nearest
 from hookline.store import ModuleInfo
 
-__all__ = ["Recording", "load", "module_info"]
+__all__ = ["Recording", "StepParts", "load", "module_info"]
 
 
 class Recording:
@@ -33,6 +36,7 @@ class Recording:
     Attributes:
         modules: What was asked for, by path, in the order of the model.
         info: Versions, model, sites, ports and time.
+        log: The events, as recorders add them.
     """
 
     def __init__(
@@ -42,28 +46,25 @@ class Recording:
         self.info = dict(info)
         self._aliases = {alias: path for path, module in self.modules.items() for alias in module.aliases}
         self._asked = _asked(self.info.get("sites"))
-        self._events: dict[int, Any] = {}  # by id, so that several threads can add without a common counter
+        self.log = Log()
         self._records: dict[str, ModuleRecord] = {}
-        self._newest: dict[tuple[str, str], Any] = {}
-        self._exchanged = False
         self._recorder: weakref.ref[Any] | None = None
         self._part: list[str] | None = None
         for event in events:
-            self.add(event)
+            self.log.add(event)
 
     # ------------------------------------------------------------ reading
 
     @property
     def events(self) -> list[Any]:
         """Every event, in order."""
-        events = list(self._events.values())
-        return sorted(events, key=operator.attrgetter("order")) if self._exchanged else events
+        return self.log.events
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.events)
 
     def __len__(self) -> int:
-        return len(self._events)
+        return len(self.log)
 
     def __contains__(self, path: object) -> bool:
         return isinstance(path, str) and self._canonical(path) in self.modules
@@ -82,7 +83,7 @@ class Recording:
     def _record(self, path: str) -> ModuleRecord:
         if path not in self._records:
             module = self.modules.get(path)
-            made = ModuleRecord(path, module.type_name if module else "", self._asked.get(path, ()))
+            made = ModuleRecord(path, module.type_name if module else "", self._asked.get(path, ()), self.log)
             self._records.setdefault(path, made)
         return self._records[path]
 
@@ -104,28 +105,53 @@ class Recording:
         return [port for port in PORTS if port in seen]
 
     @property
-    def steps(self) -> list[int]:
-        """Numbers of the steps of which there are values."""
-        return sorted({event.step for event in self.events})
+    def sites(self) -> list[str]:
+        """Sites of which there are values, such as ``"h.3:output"``, in the order of the model."""
+        seen = {(event.path, event.port) for event in self.events}
+        paths = dict.fromkeys([*self.modules, *(path for path, _ in sorted(seen))])
+        return [str(Site(path, port)) for path in paths for port in PORTS if (path, port) in seen]
+
+    @property
+    def steps(self) -> StepParts:
+        """The steps of which there are values: ``rec.steps[120]`` is the recording of one, iterating gives numbers."""
+        return StepParts(self)
+
+    @property
+    def writers(self) -> list[int]:
+        """Numbers of the processes of which there are values, such as ranks."""
+        return sorted({event.writer for event in self.events})
 
     @property
     def nbytes(self) -> int:
         """Bytes of all kept tensors."""
         return sum(event.nbytes for event in self.events)
 
-    def select(self, sites: Pattern = "**", *, steps: int | Iterable[int] | None = None) -> Recording:
-        """The part of the recording at some sites and in some steps.
+    def select(
+        self,
+        sites: Pattern = "**",
+        *,
+        steps: int | Iterable[int] | None = None,
+        writers: int | Iterable[int] | None = None,
+    ) -> Recording:
+        """The part of the recording at some sites, in some steps and of some processes.
 
         Args:
             sites: Patterns over the recorded paths, as in ``hookline.record``; one without a port means all ports.
             steps: One step or several; all by default.
+            writers: One process or several, such as ranks; all by default.
 
         Raises:
             SiteError: Nothing that was recorded is named.
         """
         paths = match_paths(sites, self.modules)
-        wanted = None if steps is None else {steps} if isinstance(steps, int) else set(steps)
-        events = [event for event in select_events(self, sites) if wanted is None or event.step in wanted]
+        wanted, processes = (
+            None if given is None else {given} if isinstance(given, int) else set(given) for given in (steps, writers)
+        )
+        events = [
+            event
+            for event in select_events(self, sites)
+            if (wanted is None or event.step in wanted) and (processes is None or event.writer in processes)
+        ]
         part = Recording(modules={path: self.modules[path] for path in paths}, info=self.info, events=events)
         part._recorder = self._recorder
         chosen = choose(sites, list(self.modules))
@@ -217,42 +243,114 @@ class Recording:
         """
         store.save(path, info=self.info, modules=self.modules, events=self.events, overwrite=overwrite)
 
-    def add(self, event: Any) -> None:
-        """Add an event; recorders do this, from several threads if need be."""
-        self._events[id(event)] = event
-        self._record(event.path).add(event)
-        self._newest[event.path, event.port] = event
-
     def watched_by(self, recorder: Any, **info: Any) -> None:
         """A recorder begins to fill the recording, or None does; recorders do this."""
         self._recorder = None if recorder is None else weakref.ref(recorder)
         self.info |= info
 
-    def exchange(self, old: Iterable[Any], new: Iterable[Any]) -> None:
-        """Put events in the place of others, such as events on disk; recorders do this."""
-        self._exchanged = True
-        for event, other in zip(old, new, strict=True):
-            self._events[id(other)] = other
-            self._records[other.path].exchange(event, other)
-            del self._events[id(event)]  # the id may come again once the event is gone
-            if self._newest.get((other.path, other.port)) is event:
-                self._newest[other.path, other.port] = other
+    # ------------------------------------------------------------ while it is recorded
 
-    def drop(self, path: str, port: str) -> Any:
-        """Remove and return the newest event of a site, None where there is none."""
-        event = self._newest.pop((path, port), None)
-        if event is not None:
-            self._records[path].discard(event)
-            del self._events[id(event)]
-        return event
+    def flush(self) -> None:
+        """Return when everything so far is on disk; what is acknowledged so survives a crash. Call it between steps.
 
-    def take(self) -> list[Any]:
-        """Remove and return all events."""
-        events = self.events
-        self._events.clear()
-        self._records.clear()
-        self._newest.clear()
-        return events
+        Raises:
+            OptionError: It is not being recorded to disk.
+            FormatError, QuotaError: The disk refuses, or the quota is reached.
+        """
+        self._live("flush").flush()
+
+    def next_step(self) -> None:
+        """Mark the end of a step by hand; the next call begins another one.
+
+        With ``record(..., steps="manual")`` nothing else does, so that a step may have many forwards of the model.
+
+        Raises:
+            OptionError: It is not being recorded.
+        """
+        self._live("next_step").next_step()
+
+    def batch(
+        self, ids: Sequence[int] | Sequence[str] | Tensor, *, tokens: Any = None, mask: Any = None
+    ) -> contextlib.AbstractContextManager[bool]:
+        """Say what the rows of the values of a with-block are, so that none can be mistaken for another.
+
+        ::
+
+            with rec.batch(ids=batch["id"], tokens=batch["input_ids"], mask=batch["attention_mask"]) as wanted:
+                if wanted:
+                    model(**batch)
+
+        Values whose first dimension is that of ``ids`` have a row for each sample. With ``tokens`` or ``mask``, values
+        that begin with (samples, length), or with samples * length, are kept as rows of their chosen tokens, one below
+        the other; ``reduce`` gets these rows. ``rec.rows(site).identity()`` gives them back. Gradients have the rows of
+        their forward. It holds for the thread that it is used in.
+
+        Args:
+            ids: An id of each sample, all int or all str; (n,).
+            tokens: Token ids, (n, length).
+            mask: Which tokens to keep, (n, length); those that are true or not 0, all by default.
+
+        Returns:
+            A context manager that gives whether its values are recorded: False where ``resume=True`` has found all of
+            ``ids`` in the recording, which then takes nothing.
+
+        Raises:
+            OptionError: It is not being recorded, the shapes differ, or only some of the ids are recorded already.
+            ArgumentError: The ids are none.
+        """
+        return self._live("batch").in_batch(Batch(ids, tokens, mask))  # type: ignore[no-any-return]
+
+    @property
+    def first_step(self) -> int:
+        """Number of the first step that is recorded now: with ``resume=True``, how many are there already.
+
+        Raises:
+            OptionError: It is not being recorded.
+        """
+        return int(self._live("first_step").first_step)
+
+    @property
+    def pressure(self) -> Pressure:
+        """How often, and how many seconds in all, the model has waited for the disk."""
+        recorder = None if self._recorder is None else self._recorder()
+        if recorder is not None:
+            return recorder.pressure  # type: ignore[no-any-return]
+        return Pressure(int(self.info.get("waits", 0)), float(self.info.get("waited_s", 0.0)))
+
+    def _live(self, what: str) -> Any:
+        recorder = None if self._recorder is None else self._recorder()
+        if recorder is None:
+            raise OptionError(f"{what} is for a recording that is going on; use it inside `with hookline.record(...)`.")
+        return recorder
+
+
+class StepParts(Mapping[int, Recording]):
+    """The steps of a recording: a mapping from numbers to the part of each."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._numbers = sorted({event.step for event in recording.events})
+
+    def __getitem__(self, step: int) -> Recording:
+        if step not in self._numbers:
+            near = sorted(self._numbers, key=lambda other: abs(other - step))[:3] if isinstance(step, int) else []
+            shown = ", ".join(map(str, sorted(near))) or "none"
+            raise SiteError(f"there are no values of step {step!r}; nearest of the recorded steps: {shown}.")
+        return self._recording.select(steps=step)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == other if isinstance(other, list) else super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._numbers)
 
 
 def load(path: str | os.PathLike[str]) -> Recording:
@@ -265,7 +363,27 @@ def load(path: str | os.PathLike[str]) -> Recording:
         FormatError: There is none, or it is truncated, foreign or inconsistent.
     """
     parts = store.open_recording(path)
-    return Recording(modules=parts.modules, info=parts.info, events=parts.events)
+    info = parts.info if not parts.ends else {**parts.info, **_at_the_end(parts)}
+    if parts.torn:
+        info = {**info, "torn": [str(manifest) for manifest in parts.torn]}
+    return Recording(modules=parts.modules, info=info, events=parts.events)
+
+
+def _at_the_end(parts: store.StoredParts) -> dict[str, Any]:
+    """What the writers said at their ends, taken together: a site that one of them captured is captured."""
+    said = [end for _, end in parts.ends]
+    found: dict[str, Fate] = {}
+    for end in said:
+        for site, fate in Coverage.from_json(end.get("coverage")).items():
+            before = found.get(site)
+            if before is None or (before.status, fate.status) != (CAPTURED, CAPTURED):
+                found[site] = fate if before is None or fate.status == CAPTURED else before
+            else:
+                found[site] = before._replace(calls=before.calls + fate.calls)
+    numbers = {
+        name: sum(end[name] for end in said if type(end.get(name)) in (int, float)) for name in ("waits", "waited_s")
+    }
+    return {"coverage": Coverage(found.values()).to_json(), **numbers}
 
 
 def module_info(module: nn.Module, aliases: tuple[str, ...] = ()) -> ModuleInfo:

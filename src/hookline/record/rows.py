@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import ArgumentError, OptionError, SiteError
+from hookline.record.batch import SAMPLES
 from hookline.report.text import plural
 from hookline.sites import Site
 from hookline.spelling import kind
@@ -32,12 +33,14 @@ class RowPlace(NamedTuple):
         call: Number of the call of the module in that step.
         backward: Number of the backward pass through that call; 0 for values of the forward.
         row: Index along the first dimension of the value.
+        writer: Number of the process, such as its rank.
     """
 
     step: int
     call: int
     backward: int
     row: int
+    writer: int = 0
 
 
 class Rows(Sequence[Tensor]):
@@ -82,10 +85,11 @@ class Rows(Sequence[Tensor]):
     def _forget(self) -> None:
         # of a function that does not hold us, or only the garbage collector could free the values
         self._value = functools.lru_cache(maxsize=_OPEN)(functools.partial(_read, self._values))
+        self._identity = functools.lru_cache(maxsize=_OPEN)(functools.partial(_identity, self._values, self.leaf))
         self._spans: _Spans | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_value", "_spans")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_value", "_identity", "_spans")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -115,7 +119,46 @@ class Rows(Sequence[Tensor]):
         """
         value, row = self._find(index)
         event = self._values[value][0]
-        return RowPlace(event.step, event.call, event.backward, row)
+        return RowPlace(event.step, event.call, event.backward, row, event.writer)
+
+    @property
+    def have_identity(self) -> bool:
+        """Whether ``identity`` can tell what each row is."""
+        return all(self.leaf in event.rows() for event, _ in self._values)
+
+    def identity(self, index: Any = slice(None)) -> dict[str, Any]:
+        """What rows are, as ``rec.batch`` was told.
+
+        Args:
+            index: As for ``rows[index]``; all rows by default.
+
+        Returns:
+            ``id``, the sample of each row: int64, or a list of strings. For rows of tokens ``position`` as well, its
+            place in the sample, and ``token``, its token id, where that was given; int64, one for each row.
+
+        Raises:
+            SiteError: It was not recorded inside ``rec.batch``, or its values do not have rows of samples or tokens.
+        """
+        for event, _ in self._values:
+            if self.leaf not in event.rows():
+                raise SiteError(
+                    f"{self.site}, {self.leaf}: what the rows of {_where(event)} are is not known. Record inside `with "
+                    "rec.batch(ids=...)`; values whose first dimension is that of the ids, or of the tokens, get them."
+                )
+        numbers = np.arange(len(self), dtype=np.int64)
+        chosen = numbers[index] if isinstance(index, (slice, int, np.integer)) else self._numbers(index)
+        chosen = np.atleast_1d(chosen)
+        values = np.searchsorted(self._ends, chosen, side="right")
+        parts: dict[str, Any] = {}
+        for value in np.unique(values).tolist():
+            here = np.flatnonzero(values == value)
+            rows = chosen[here] - self._begins[value]
+            for name, column in self._identity(value).items():
+                parts.setdefault(
+                    name, np.zeros(len(chosen), dtype=column.dtype if column.dtype.kind == "i" else object)
+                )
+                parts[name][here] = column[rows]
+        return {name: torch.from_numpy(c) if c.dtype.kind == "i" else c.tolist() for name, c in parts.items()}
 
     def __getitem__(self, index: Any) -> Tensor:  # type: ignore[override]
         """One row for a number; several for a slice, numbers or a mask of bools.
@@ -267,6 +310,23 @@ def _read(values: list[tuple[Any, int]], value: int) -> Tensor:
     event, place = values[value]
     tensor: Tensor = event.leaf(place)
     return tensor if tensor.dim() else tensor[None]
+
+
+def _identity(values: list[tuple[Any, int]], leaf: str, value: int) -> dict[str, npt.NDArray[Any]]:
+    """Of the rows of a value: ids, and for tokens their positions and numbers."""
+    event = values[value][0]
+    told = {name: _column(column) for name, column in event.batch.value.items()}
+    if event.rows()[leaf] == SAMPLES:
+        return {"id": told["ids"]}
+    return {"id": told["ids"][told["sample"]], **{name: told[name] for name in ("position", "token") if name in told}}
+
+
+def _column(column: Any) -> npt.NDArray[Any]:
+    if isinstance(column, Tensor):
+        return np.asarray(column.numpy())
+    found = np.empty(len(column), dtype=object)
+    found[:] = column
+    return found
 
 
 def _leaf(site: Site, layouts: list[list[tuple[str, torch.dtype, torch.Size]]], wanted: str | None) -> str:

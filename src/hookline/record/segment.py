@@ -11,16 +11,19 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.autograd.function import FunctionCtx
 
 from hookline.hooks.torch_private import graph_task_id
 
+if TYPE_CHECKING:
+    from hookline.record.batch import Batch
+
 __all__ = ["Mark", "Segments"]
 
-Mark = tuple[int, int]
-"""Step, and number of the call in that step."""
+Mark = tuple[int, int, "Batch | None"]
+"""Step, number of the call in that step, and what its rows are."""
 
 
 class _Segment:

@@ -11,6 +11,10 @@ from hookline.hooks import Call, Observer
 __all__ = ["Step", "StepObserver", "Steps"]
 
 
+_RUNNING, _ENDED, _EARLY = "running", "ended", "early"
+"""A thread's step: its forward of the root has begun; it is over; one has begun before the forward of the root."""
+
+
 class Step:
     """One forward of the root, and everything that is called until the next one in the same thread."""
 
@@ -28,32 +32,76 @@ class Step:
 class Steps:
     """Counts the root's forwards. Threads that run the same model have each their own current step.
 
+    Args:
+        first: Number of the first step.
+        by_hand: Whether forwards of the root do not count, but only ``end`` does.
+
     Attributes:
-        latest: Number of the root's newest forward in any thread, -1 before the first.
+        first: Number of the first step.
+        by_hand: Whether only ``end`` counts.
+        latest: Number of the root's newest forward in any thread, ``first - 1`` before the first.
     """
 
-    def __init__(self) -> None:
-        self.latest = -1
-        self._newest = Step(0)
+    def __init__(self, first: int = 0, *, by_hand: bool = False) -> None:
+        self.by_hand = by_hand
         self._own = threading.local()
         self._lock = threading.Lock()
+        self.start_at(first)
+
+    def start_at(self, first: int) -> None:
+        """Say the number of the first step, before anything runs."""
+        self.first = first
+        self.latest = first - 1
+        self._newest = Step(first)
 
     def begin(self) -> int:
-        """Begin a step in this thread; returns the number of the one before it, -1 for the first.
+        """A forward of the root begins in this thread; returns the number of the step before, -1 where none began.
 
-        What was called before the first forward of the root belongs to step 0 as well.
+        What was called before the first forward of the root, or between ``end`` and the next one, belongs to the step
+        of that forward.
         """
+        state, self._own.state = self._state, _RUNNING
+        if state == _EARLY or (self.by_hand and state != _ENDED and self.latest >= self.first):
+            self._own.step = self.current
+            return -1
+        return self._begin()
+
+    def end(self) -> int:
+        """End this thread's step: its next call begins another one. Returns the number of the one that ended."""
+        self._own.step, self._own.state = self.current, _ENDED
+        with self._lock:
+            self.latest = max(self.latest, self.current.number)
+        return self.current.number
+
+    def _begin(self) -> int:
         with self._lock:
             before, self.latest = self.latest, self.latest + 1
-            if self.latest > 0:
+            if self.latest > self.first:
                 self._newest = Step(self.latest)
             self._own.step = self._newest
         return before
 
     @property
+    def _state(self) -> str:
+        return getattr(self._own, "state", _RUNNING)
+
+    @property
+    def own(self) -> Step | None:
+        """The step that this thread has begun."""
+        return getattr(self._own, "step", None)
+
+    @property
     def current(self) -> Step:
         """The step that this thread is in; the newest one for a thread that has not run the root."""
         return getattr(self._own, "step", self._newest)
+
+    @property
+    def called(self) -> Step:
+        """The step of a call that begins in this thread now."""
+        if self._state == _ENDED:
+            self._begin()
+            self._own.state = _EARLY
+        return self.current
 
 
 class StepObserver(Observer):
@@ -61,13 +109,14 @@ class StepObserver(Observer):
 
     sees_output = True
 
-    def __init__(self, begin_step: Callable[[], None]) -> None:
-        self._begin_step: Callable[[], None] | None = begin_step
+    def __init__(self, begin_step: Callable[[], bool], end_step: Callable[[], None]) -> None:
+        self._begin_step: Callable[[], bool] | None = begin_step
+        self._end_step: Callable[[], None] | None = end_step
         self._depth = threading.local()
 
     def let_go(self) -> None:
         """Forget the recorder, as ``ModuleObserver.let_go`` does."""
-        self._begin_step = None
+        self._begin_step = self._end_step = None
 
     def begin(self, call: Call) -> None:
         """A forward of the root begins."""
@@ -75,8 +124,8 @@ class StepObserver(Observer):
         if call.recomputed or begin_step is None:
             return
         depth = getattr(self._depth, "value", 0)
-        if depth == 0:
-            begin_step()
+        if depth == 0 and not begin_step():
+            return
         call.marks[self] = self._depth.value = depth + 1
 
     def on_output(self, call: Call, output: object) -> None:
@@ -90,3 +139,5 @@ class StepObserver(Observer):
     def _leave(self, call: Call) -> None:
         if call.marks.pop(self, None):
             self._depth.value -= 1
+            if self._depth.value == 0 and self._end_step is not None:
+                self._end_step()

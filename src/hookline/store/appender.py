@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -294,6 +295,9 @@ class Appender:
     def _write_lines(self, lines: list[bytes], several: tuple[Staged, ...]) -> None:
         if not lines:
             return
+        here, there = os.fstat(self._manifest.fileno()), os.stat(self._folder / MANIFEST)
+        if (here.st_ino, here.st_dev) != (there.st_ino, there.st_dev):
+            raise FileNotFoundError(errno.ENOENT, "somebody has exchanged the manifest")
         length, count, _ = self._complete
         # a failed commit may have left a part of a line behind
         self._manifest.truncate(length)

@@ -190,12 +190,12 @@ class Tail:
 
     Args:
         folder: The recording, an absolute path.
-        only: The only writer's folder to look at; all by default.
+        number: Look only at what the writers of that number wrote; at all by default.
     """
 
-    def __init__(self, folder: Path, *, only: Path | None = None) -> None:
+    def __init__(self, folder: Path, *, number: int | None = None) -> None:
         self._folder = folder
-        self._only = only
+        self._number = number
         self._writers: dict[Path, _Followed] = {}
 
     def new(self) -> list[StoredEvent]:
@@ -207,7 +207,8 @@ class Tail:
         with _reading(self._folder):
             found = [
                 (self._writers.get(path) or _Followed(path)).look()
-                for path in ([self._only] if self._only else writers(self._folder))
+                for path in writers(self._folder)
+                if self._number in (None, writer_number(path))
             ]
         self._writers.update((follower.path, follower) for follower, _ in found)
         events = [event for _, some in found for event in some if event.port != BATCH]

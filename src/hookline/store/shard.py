@@ -59,7 +59,8 @@ def write_shard(path: Path, tensors: Iterable[tuple[str, Stored]]) -> ShardLine:
     with open(draft, "wb", buffering=0) as file:
         summed = _Summed(file)
         write_all(summed, start)
-        stage = Stage(summed, sum(kept.nbytes for _, kept in ordered))
+        on_cuda = any(kept.data is not None and kept.data.is_cuda for _, kept in ordered)
+        stage = Stage(summed, sum(kept.nbytes for _, kept in ordered), pinned=on_cuda)
         with torch.no_grad():
             for _, kept in ordered:
                 if kept.data is not None:

@@ -143,12 +143,13 @@ class Stage:
     Args:
         file: An unbuffered file, open for writing.
         size: Bytes that will be written in all.
+        pinned: Whether to gather in memory from which a CUDA device copies without a stop.
     """
 
-    def __init__(self, file: Sink, size: int) -> None:
+    def __init__(self, file: Sink, size: int, *, pinned: bool = False) -> None:
         self._file = file
         self._size = min(size, _STAGE)
-        self._bytes = torch.empty(self._size, dtype=torch.uint8, device="cpu")
+        self._bytes = torch.empty(self._size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._used = 0
 
     def add(self, tensor: Tensor) -> None:

@@ -197,8 +197,8 @@ def save(
             raise
 
 
-def check_free(folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Raise what a ``Writer`` or ``save`` would raise because of what stands at a place; writes nothing.
+def check_free(folder: str | os.PathLike[str], *, overwrite: bool = False, writer: int = 0) -> None:
+    """Raise what a ``Writer`` of that number, or ``save``, would raise because of what stands there; writes nothing.
 
     Raises:
         OptionError: A recording of that name exists, and ``overwrite`` is False.
@@ -206,7 +206,9 @@ def check_free(folder: str | os.PathLike[str], *, overwrite: bool = False) -> No
     """
     place = folders.place_of(folder)
     with _writing(place):
-        _refuse(place, overwrite)
+        joins = not overwrite and folders.is_taken(place) and not folders.parts_of(place, writer)
+        if not joins or writer == 0:
+            _refuse(place, overwrite)
 
 
 def _refuse(folder: Path, overwrite: bool) -> None:

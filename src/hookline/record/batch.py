@@ -1,0 +1,126 @@
+"""What the rows of values are: the samples of a batch, and the tokens that are kept of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.errors import ArgumentError, OptionError
+from hookline.report.text import plural
+from hookline.spelling import kind
+from hookline.store.format import BATCH
+from hookline.values import walk
+
+__all__ = ["SAMPLES", "TOKENS", "Batch"]
+
+SAMPLES, TOKENS = "samples", "tokens"
+
+
+class Batch:
+    """The identity of the rows of one batch; it is stored as an event of the port ``batch``.
+
+    Attributes:
+        order: Place in the recording.
+        step: Step in which it was first used.
+        value: ``ids``, and where tokens were chosen ``sample``, ``position`` and ``token`` of each, int64.
+        skip: Whether it is recorded already, so that nothing of it is to be kept.
+
+    Args:
+        ids: Of each sample, int or str; (n,).
+        tokens: Token ids of each sample, (n, length).
+        mask: Which tokens to keep, (n, length), true or not 0; all by default.
+    """
+
+    path, port, call, backward, batch, writer = "", BATCH, 0, 0, None, 0
+
+    def __init__(self, ids: Any, tokens: Any = None, mask: Any = None) -> None:
+        self.order = self.step = 0
+        self.skip = False
+        self._ids: list[Any] = _checked_ids(ids)
+        self.value: dict[str, Any] = {"ids": self._ids if self.has_names else torch.tensor(self._ids)}
+        self._grid: tuple[int, int] | None = None
+        self._chosen: dict[torch.device, Tensor] = {}
+        if tokens is not None or mask is not None:
+            self._choose(tokens, mask)
+
+    @property
+    def ids(self) -> list[Any]:
+        """The id of each sample."""
+        return self._ids
+
+    @property
+    def has_names(self) -> bool:
+        """Whether the ids are strings."""
+        return any(isinstance(one, str) for one in self._ids)
+
+    def _choose(self, tokens: Any, mask: Any) -> None:
+        given = [_grid_of(name, grid, len(self._ids)) for name, grid in (("tokens", tokens), ("mask", mask))]
+        shapes = {tuple(grid.shape) for grid in given if grid is not None}
+        if len(shapes) != 1:
+            raise OptionError(f"tokens and mask need one shape, got {' and '.join(map(str, sorted(shapes)))}.")
+        ((samples, length),) = shapes
+        chosen = torch.ones(samples, length, dtype=torch.bool) if given[1] is None else given[1] != 0
+        places = chosen.flatten().nonzero().flatten()
+        self._grid = samples, length
+        self._chosen = {torch.device("cpu"): places}
+        self.value |= {"sample": places // max(length, 1), "position": places % max(length, 1)}
+        if given[0] is not None:
+            self.value["token"] = given[0].flatten()[places].to(torch.int64)
+
+    def count(self, rows: str) -> int:
+        """How many rows there are of a kind."""
+        return len(self._ids) if rows == SAMPLES else len(self.value["sample"])
+
+    def select(self, tensor: Tensor) -> tuple[Tensor, str | None]:
+        """The rows of a tensor that are to be kept, and of which kind they are; all of one that has no such rows."""
+        shape = tuple(tensor.shape)
+        if self._grid is not None and (shape[:2] == self._grid or shape[:1] == (self._grid[0] * self._grid[1],)):
+            rest = shape[2:] if shape[:2] == self._grid else shape[1:]
+            flat = tensor.reshape(self._grid[0] * self._grid[1], *rest)
+            places = self._places(tensor.device)
+            return (flat if len(places) == len(flat) else flat.index_select(0, places)), TOKENS
+        return tensor, SAMPLES if shape[:1] == (len(self._ids),) else None
+
+    def _places(self, device: torch.device) -> Tensor:
+        if device not in self._chosen:
+            self._chosen[device] = next(iter(self._chosen.values())).to(device)
+        return self._chosen[device]
+
+    # ------------------------------------------------------------ as the store sees it
+
+    def leaves(self) -> list[tuple[str, Tensor]]:
+        """Value path and tensor of each tensor."""
+        return [(path, leaf) for path, leaf in walk(self.value, BATCH) if isinstance(leaf, Tensor)]
+
+    def summaries(self) -> dict[str, Any]:
+        """None: they are no measurements."""
+        return {}
+
+    def rows(self) -> dict[str, str]:
+        """None of its own."""
+        return {}
+
+
+def _checked_ids(ids: Any) -> Any:
+    found = ids.tolist() if isinstance(ids, Tensor) or type(ids).__module__ == "numpy" else ids
+    if isinstance(found, (str, bytes)) or not isinstance(found, Sequence):
+        raise ArgumentError(f"ids: got {kind(ids)}, wanted one id for each sample, such as [17, 18] or a 1-d tensor.")
+    kinds = {type(one) for one in found}
+    if not kinds <= {int} and not kinds <= {str}:
+        raise ArgumentError(f"ids have to be all int or all str, got {', '.join(sorted(k.__name__ for k in kinds))}.")
+    return list(found)
+
+
+def _grid_of(name: str, grid: Any, samples: int) -> Tensor | None:
+    if grid is None:
+        return None
+    found = torch.as_tensor(grid).detach().cpu()
+    if found.dim() != 2 or found.shape[0] != samples or found.is_floating_point():
+        raise OptionError(
+            f"{name}: got {found.dtype} of shape {list(found.shape)}, wanted whole numbers or bools of shape "
+            f"[{samples}, length], a line for each of the {plural(samples, 'id')}."
+        )
+    return found
