@@ -73,9 +73,9 @@ def test_any_numbers(numbers: list[int]) -> None:
 
 def test_a_row_knows_where_it_comes_from(place: Any) -> None:
     rows = place(recorded()[0]).rows("0:output")
-    want = [(step, 0, 0, row) for step, size in enumerate(SIZES) for row in range(size)]
+    want = [(step, 0, 0, row, 0) for step, size in enumerate(SIZES) for row in range(size)]
     assert [rows.place(index) for index in range(11)] == want
-    assert rows.place(-1) == (4, 0, 0, 1)
+    assert rows.place(-1) == (4, 0, 0, 1, 0)
 
 
 def test_writing_to_rows_reaches_nothing_else(place: Any) -> None:

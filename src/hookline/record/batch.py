@@ -14,7 +14,7 @@ from hookline.spelling import kind
 from hookline.store.format import BATCH
 from hookline.values import walk
 
-__all__ = ["SAMPLES", "TOKENS", "Batch"]
+__all__ = ["SAMPLES", "TOKENS", "Batch", "chosen_rows", "kinds_of"]
 
 SAMPLES, TOKENS = "samples", "tokens"
 
@@ -102,6 +102,24 @@ class Batch:
     def rows(self) -> dict[str, str]:
         """None of its own."""
         return {}
+
+
+def chosen_rows(batch: Batch | None, leaves: list[Any], *, detach: bool) -> tuple[list[Any], list[str | None]]:
+    """The leaves of a value with the rows that are wanted, and of which kind these are."""
+    if batch is None:
+        return leaves, [None] * len(leaves)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
+        pairs = [batch.select(leaf) if isinstance(leaf, Tensor) else (leaf, None) for leaf in leaves]
+    return [leaf for leaf, _ in pairs], [kind for _, kind in pairs]
+
+
+def kinds_of(batch: Batch | None, kinds: list[str | None], kept: list[Any]) -> tuple[str | None, ...]:
+    """The kind of rows of each tensor as it is kept; None where ``reduce`` has left other ones."""
+    return tuple(
+        rows if batch is not None and rows is not None and leaf.shape[:1] == (batch.count(rows),) else None
+        for rows, leaf in zip(kinds, kept, strict=True)
+        if isinstance(leaf, Tensor)
+    )
 
 
 def _checked_ids(ids: Any) -> Any:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hookline.errors import OptionError
-from hookline.hooks import Handle, add_note, attach, original_class, unreachable
-from hookline.record.batch import Batch
+from hookline.hooks import Handle, add_note, attach, unreachable
+from hookline.record.about import described, info_of
+from hookline.record.batch import Batch, chosen_rows, kinds_of
 from hookline.record.budget import Budget
 from hookline.record.coverage import Coverage
 from hookline.record.event import Event
@@ -26,13 +24,12 @@ from hookline.record.evidence import Evidence, coverage_of
 from hookline.record.observer import ModuleObserver
 from hookline.record.places import modules_at, sites_of
 from hookline.record.policy import Policy, policy
-from hookline.record.recording import Recording, module_info
+from hookline.record.recording import Recording
 from hookline.record.segment import Mark
-from hookline.record.steps import StepObserver, Steps
+from hookline.record.steps import StepEnd, StepObserver, Steps
 from hookline.record.stream import Pressure, Stream
 from hookline.record.target import Target, target_of
-from hookline.sites import PORTS, Pattern, Site, canonical_paths, label
-from hookline.store import ModuleInfo
+from hookline.sites import Pattern, Site, label
 from hookline.values import Structure, keep
 
 __all__ = ["Recorder", "record"]
@@ -133,7 +130,7 @@ class Recorder:
         self.steps = Steps(by_hand=steps == "manual")
         self.wanted: Callable[[int], bool] = lambda step: True
         self.on_step: Callable[[int], None] = lambda step: None
-        self.recording = Recording(modules=_described(model, modules), info=_info(model, sites))
+        self.recording = Recording(modules=described(model, modules), info=info_of(model, sites))
         self.evidence = {path: Evidence(module) for path, module in modules.items()}
         self._modules = {path: weakref.ref(module) for path, module in modules.items()}
         self._model_ref = weakref.ref(model)
@@ -146,7 +143,7 @@ class Recorder:
         last_only = policy.keep == "last"
         self._budget = None if policy.budget is None or streams else Budget(policy.budget, last_only=last_only)
         self._handles: list[Handle] = []
-        self._observers: list[StepObserver | ModuleObserver] = []
+        self._observers: list[StepObserver | StepEnd | ModuleObserver] = []
         self._orders = itertools.count()
         self._replacing = threading.Lock()
         self._final: Coverage | None = None
@@ -187,13 +184,16 @@ class Recorder:
         by_path: dict[str, list[Site]] = {}
         for site in self.sites:
             by_path.setdefault(site.path, []).append(site)
+        steps = StepObserver(self._begin_step)
         if not unreachable(model):
-            self._attach(model, StepObserver(self._begin_step, self._end_step))
+            self._attach(model, steps)
         for path, module in modules_at(model, self.sites).items():
             if not unreachable(module):
                 self._attach(module, ModuleObserver(self, path, by_path[path], self.evidence[path]))
+        if self._stream is not None and not unreachable(model):
+            self._attach(model, StepEnd(steps, self._end_step))
 
-    def _attach(self, module: nn.Module, observer: StepObserver | ModuleObserver) -> None:
+    def _attach(self, module: nn.Module, observer: StepObserver | StepEnd | ModuleObserver) -> None:
         self._observers.append(observer)
         self._handles.append(attach(module, "observer", observer))
 
@@ -301,7 +301,9 @@ class Recorder:
 
     def _said(self) -> dict[str, Any]:
         waits, seconds = self.pressure
-        return {"coverage": self.coverage().to_json(), "waits": waits, "waited_s": round(seconds, 3)}
+        pressure = {"waits": waits, "waited_s": round(seconds, 3)}
+        self.recording.info |= pressure
+        return {"coverage": self.coverage().to_json(), **pressure}
 
     def put(self, site: Site, mark: Mark, backward: int, structure: Structure, leaves: list[Any]) -> bool:
         """Keep one value of one call; observers do this.
@@ -324,7 +326,7 @@ class Recorder:
             return False
         step, call, batch = mark
         try:
-            leaves, kinds = self._rows_of(batch, leaves)
+            leaves, kinds = chosen_rows(batch, leaves, detach=self.policy.detach)
             captured = self._captured(site, leaves)
         except Exception as error:
             add_note(error, f"Raised while {site} was kept, call {call} of step {step}.")
@@ -332,9 +334,7 @@ class Recorder:
         if captured is None:
             return False
         kept, size = captured
-        if batch is not None:
-            kinds = [self._kind_of(batch, kind, tensor) for kind, tensor in zip(kinds, kept, strict=True)]
-        tensors = tuple(kind for kind, leaf in zip(kinds, kept, strict=True) if isinstance(leaf, Tensor))
+        tensors = kinds_of(batch, kinds, kept)
         value = keep(structure, kept)
         event = Event(next(self._orders), step, site.path, site.port, call, backward, value)
         if any(tensors):
@@ -343,18 +343,6 @@ class Recorder:
         if self._stream is not None:
             self._stream.put(event, size)
         return True
-
-    def _rows_of(self, batch: Batch | None, leaves: list[Any]) -> tuple[list[Any], list[str | None]]:
-        """The leaves with the rows that are wanted, and of which kind these are."""
-        if batch is None:
-            return leaves, [None] * len(leaves)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.policy.detach):
-            pairs = [batch.select(leaf) if isinstance(leaf, Tensor) else (leaf, None) for leaf in leaves]
-        return [leaf for leaf, _ in pairs], [kind for _, kind in pairs]
-
-    def _kind_of(self, batch: Batch, kind: str | None, tensor: Any) -> str | None:
-        """The kind of rows; none where ``reduce`` has left other ones."""
-        return kind if kind is not None and tensor.shape[:1] == (batch.count(kind),) else None
 
     def _captured(self, site: Site, leaves: list[Any]) -> tuple[list[Any], int] | None:
         """The leaves as they are kept, and their bytes; None when the recording has ended."""
@@ -405,31 +393,3 @@ class Recorder:
         if self._budget is not None:
             self._budget.clear()
         return self.recording.log.take()
-
-
-def _described(model: nn.Module, modules: dict[str, nn.Module]) -> dict[str, ModuleInfo]:
-    aliases: dict[str, list[str]] = {}
-    for alias, path in canonical_paths(model).items():
-        if alias != path:
-            aliases.setdefault(path, []).append(alias)
-    return {path: module_info(module, tuple(aliases.get(path, ()))) for path, module in modules.items()}
-
-
-def _info(model: nn.Module, sites: list[Site]) -> dict[str, Any]:
-    seen = {site.port for site in sites}
-    return {
-        "hookline": _version(),
-        "torch": str(torch.__version__),
-        "model": original_class(model).__name__,
-        "sites": [str(site) for site in sites],
-        "ports": [port for port in PORTS if port in seen],
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-@functools.cache
-def _version() -> str:
-    try:
-        return version("hookline")
-    except PackageNotFoundError:
-        return "unknown"

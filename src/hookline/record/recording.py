@@ -15,8 +15,9 @@ from hookline.errors import OptionError, SiteError
 from hookline.hooks import original_class
 from hookline.record.batch import Batch
 from hookline.record.call import ModuleRecord
-from hookline.record.coverage import CAPTURED, Coverage, Fate
+from hookline.record.coverage import Coverage
 from hookline.record.dataset import Batches
+from hookline.record.ends import at_the_end
 from hookline.record.log import Log
 from hookline.record.rows import Rows
 from hookline.record.stream import Pressure
@@ -363,27 +364,10 @@ def load(path: str | os.PathLike[str]) -> Recording:
         FormatError: There is none, or it is truncated, foreign or inconsistent.
     """
     parts = store.open_recording(path)
-    info = parts.info if not parts.ends else {**parts.info, **_at_the_end(parts)}
+    info = parts.info if not parts.ends else {**parts.info, **at_the_end(parts.ends)}
     if parts.torn:
         info = {**info, "torn": [str(manifest) for manifest in parts.torn]}
     return Recording(modules=parts.modules, info=info, events=parts.events)
-
-
-def _at_the_end(parts: store.StoredParts) -> dict[str, Any]:
-    """What the writers said at their ends, taken together: a site that one of them captured is captured."""
-    said = [end for _, end in parts.ends]
-    found: dict[str, Fate] = {}
-    for end in said:
-        for site, fate in Coverage.from_json(end.get("coverage")).items():
-            before = found.get(site)
-            if before is None or (before.status, fate.status) != (CAPTURED, CAPTURED):
-                found[site] = fate if before is None or fate.status == CAPTURED else before
-            else:
-                found[site] = before._replace(calls=before.calls + fate.calls)
-    numbers = {
-        name: sum(end[name] for end in said if type(end.get(name)) in (int, float)) for name in ("waits", "waited_s")
-    }
-    return {"coverage": Coverage(found.values()).to_json(), **numbers}
 
 
 def module_info(module: nn.Module, aliases: tuple[str, ...] = ()) -> ModuleInfo:

@@ -24,6 +24,11 @@ class Step:
         self.number = number
         self._counts: dict[str, itertools.count[int]] = {}
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether anything was called."""
+        return bool(self._counts)
+
     def next_call(self, path: str) -> int:
         """Number of a module's call that begins now. ``setdefault`` and ``next`` need no lock."""
         return next(self._counts.setdefault(path, itertools.count()))
@@ -67,7 +72,12 @@ class Steps:
         return self._begin()
 
     def end(self) -> int:
-        """End this thread's step: its next call begins another one. Returns the number of the one that ended."""
+        """End this thread's step: its next call begins another one. A step in which nothing was called goes on.
+
+        Returns the number of the step.
+        """
+        if self._state == _ENDED or (self.own is None and not self.current.has_calls):
+            return self.current.number
         self._own.step, self._own.state = self.current, _ENDED
         with self._lock:
             self.latest = max(self.latest, self.current.number)
@@ -109,14 +119,18 @@ class StepObserver(Observer):
 
     sees_output = True
 
-    def __init__(self, begin_step: Callable[[], bool], end_step: Callable[[], None]) -> None:
+    def __init__(self, begin_step: Callable[[], bool]) -> None:
         self._begin_step: Callable[[], bool] | None = begin_step
-        self._end_step: Callable[[], None] | None = end_step
         self._depth = threading.local()
 
     def let_go(self) -> None:
         """Forget the recorder, as ``ModuleObserver.let_go`` does."""
-        self._begin_step = self._end_step = None
+        self._begin_step = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this thread is in a forward of the root."""
+        return bool(getattr(self._depth, "value", 0))
 
     def begin(self, call: Call) -> None:
         """A forward of the root begins."""
@@ -139,5 +153,26 @@ class StepObserver(Observer):
     def _leave(self, call: Call) -> None:
         if call.marks.pop(self, None):
             self._depth.value -= 1
-            if self._depth.value == 0 and self._end_step is not None:
-                self._end_step()
+
+
+class StepEnd(Observer):
+    """Stands at the root behind all others, which have seen its output when a forward is said to be over."""
+
+    sees_output = True
+
+    def __init__(self, begins: StepObserver, end_step: Callable[[], None]) -> None:
+        self._begins = begins
+        self._end_step: Callable[[], None] | None = end_step
+
+    def let_go(self) -> None:
+        """Forget the recorder."""
+        self._end_step = None
+
+    def on_output(self, call: Call, output: object) -> None:
+        """A forward has ended."""
+        if self._end_step is not None and not self._begins.is_running:
+            self._end_step()
+
+    def on_failure(self, call: Call, error: BaseException) -> None:
+        """It has raised."""
+        self.on_output(call, None)

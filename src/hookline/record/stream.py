@@ -253,7 +253,8 @@ class Stream:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._is_due, timeout=self._patience())
+                while not self._is_due() and self._error is None:
+                    self._changed.wait(self._patience())  # which may have become shorter when it is notified
                 if self._error is not None or (self._closing and not self._steps):
                     return
                 over, open_ones = self._job()

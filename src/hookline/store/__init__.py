@@ -6,7 +6,8 @@ Opening never runs code, and what is damaged, foreign or hostile is a `hookline.
 
 from __future__ import annotations
 
-from hookline.store.appender import EventLike, Staged
+from hookline.store.appender import Staged
+from hookline.store.event_like import EventLike
 from hookline.store.format import ModuleInfo
 from hookline.store.reader import StoredEvent, StoredParts, Tail, open_recording
 from hookline.store.verify import Report, verify

@@ -6,15 +6,16 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from hookline.errors import ArgumentError, QuotaError
 from hookline.stats.summary import Summary
 from hookline.store import format as layout
+from hookline.store.event_like import EventLike
 from hookline.store.folders import sync_folder
 from hookline.store.format import BATCH, MANIFEST, PORTS, EventLine, Line, ShardLine, TensorLine
 from hookline.store.reader import StoredEvent, stored_events
@@ -30,62 +31,6 @@ SHARD_NAMES = 32 << 20
 _NAME_OVERHEAD = 100
 _LINE_OVERHEAD, _SHARD_OVERHEAD = 100, 200
 """More bytes of a manifest line than the line itself, and each of its shards, need apart from the events."""
-
-
-class EventLike(Protocol):
-    """What the store needs of an event; live events and those read back both have it."""
-
-    @property
-    def order(self) -> int:
-        """Number of the event in its recording, from 0."""
-        ...
-
-    @property
-    def step(self) -> int:
-        """Step, from 0."""
-        ...
-
-    @property
-    def path(self) -> str:
-        """Path of the module; ``""`` is the root."""
-        ...
-
-    @property
-    def port(self) -> str:
-        """``input``, ``output``, ``grad_input`` or ``grad_output``."""
-        ...
-
-    @property
-    def call(self) -> int:
-        """Number of the call of that module in that step."""
-        ...
-
-    @property
-    def backward(self) -> int:
-        """Number of the backward pass through that call."""
-        ...
-
-    @property
-    def batch(self) -> EventLike | None:
-        """What its rows are: an event of the port ``batch`` and an order of its own; None where that is not known."""
-        ...
-
-    @property
-    def value(self) -> Any:
-        """The kept value."""
-        ...
-
-    def leaves(self) -> Sequence[tuple[str, Tensor]]:
-        """Value path and tensor of each tensor of the value, in order."""
-        ...
-
-    def summaries(self) -> Mapping[str, Summary]:
-        """Statistics by value path."""
-        ...
-
-    def rows(self) -> Mapping[str, str]:
-        """By value path, which rows of the batch a tensor has: ``samples`` or ``tokens``; the others are left out."""
-        ...
 
 
 class _Planned(NamedTuple):

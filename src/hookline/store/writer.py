@@ -12,7 +12,8 @@ from typing import Any
 
 from hookline.errors import FormatError, OptionError, QuotaError
 from hookline.store import folders
-from hookline.store.appender import Appender, EventLike, Staged
+from hookline.store.appender import Appender, Staged
+from hookline.store.event_like import EventLike
 from hookline.store.format import END, ModuleInfo, dump_end, dump_head, writer_name
 from hookline.store.reader import StoredEvent
 
