@@ -9,7 +9,7 @@ from suites import MODES, Attaching, Cell, Plan, Row
 from targets import Target
 from variants import BARE
 
-__all__ = ["markdown"]
+__all__ = ["markdown", "origin", "table"]
 
 
 def markdown(
@@ -18,17 +18,24 @@ def markdown(
     """Everything that was measured, as a table for the passes, one for attaching and one for the targets."""
     return "\n".join(
         [
-            f"{about['processor']}, {about['cores']} cores, {about['system']}, Python {about['python']}, "
-            f"torch {about['torch']}, load {about['load']} when it began",
+            origin(about),
             "",
             *_explained(plan),
             "",
-            *_table(["network", "", *MODES], _network_lines(rows)),
+            *table(["network", "", *MODES], _network_lines(rows)),
             "",
-            *_table(["attach and remove, us per module", *_counts(attached)], _attach_lines(attached)),
+            *table(["attach and remove, us per module", *_counts(attached)], _attach_lines(attached)),
             "",
-            *_table(["target", "at most", "measured", "met"], map(_target_line, targets)),
+            *table(["target", "at most", "measured", "met"], map(_target_line, targets)),
         ]
+    )
+
+
+def origin(about: dict[str, Any]) -> str:
+    """The machine in one line."""
+    return (
+        f"{about['processor']}, {about['cores']} cores, {about['system']}, Python {about['python']}, "
+        f"torch {about['torch']}, load {about['load']} when it began"
     )
 
 
@@ -78,7 +85,8 @@ def _target_line(target: Target) -> list[str]:
     return [target.name, f"{target.limit:.2f}", f"{target.value:.2f}", "yes" if target.met else "NO"]
 
 
-def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table with straight sides."""
     body = [list(line) for line in lines]
     widths = [max(len(line[column]) for line in [header, *body]) for column in range(len(header))]
     for line in [header, ["-" * width for width in widths], *body]:

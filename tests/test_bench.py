@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import statistics
 import subprocess
@@ -48,29 +49,23 @@ class Ran(NamedTuple):
         return {row["variant"]: row["cells"] for row in self.found["rows"] if row["network"] == network}
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    folder = tmp_path_factory.mktemp("bench")
+def run(script: str, *options: str, folder: Path) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    command = [
-        sys.executable,
-        str(BENCH / "bench.py"),
-        "--quick",
-        "--check",
-        "--json",
-        "out.json",
-        "--markdown",
-        "out.md",
-    ]
-    done = subprocess.run(
-        command,
+    return subprocess.run(
+        [sys.executable, str(BENCH / script), *options],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": paths},
+        env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    folder = tmp_path_factory.mktemp("bench")
+    done = run("bench.py", "--quick", "--check", "--json", "out.json", "--markdown", "out.md", folder=folder)
     assert (folder / "out.json").exists(), done.stderr
     assert "Warning" not in done.stderr
     found = json.loads((folder / "out.json").read_text("utf-8"))
@@ -151,6 +146,93 @@ def test_a_missed_target_is_told_and_gives_the_status(ran: Ran) -> None:
         assert target["met"] == (target["value"] <= target["limit"])
         assert f"| {target['name']}" in ran.printed
     assert ran.status == int(not all(target["met"] for target in targets))
+
+
+# ---------------------------------------------------------------- the store
+
+
+class Line(NamedTuple):
+    what: str
+    against: str
+    value: str
+    target: str
+    met: str
+    told: str
+
+
+class Printed(NamedTuple):
+    status: int
+    text: str
+    lines: list[Line]
+
+
+def printed(script: str, folder: Path) -> Printed:
+    done = run(script, "--quick", "--check", "--markdown", "out.md", folder=folder)
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
+    assert done.stdout == (folder / "out.md").read_text("utf-8")
+    assert [path.name for path in folder.iterdir()] == ["out.md"], "what was written to measure it is gone"
+    rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert len({len(row) for row in rows}) == 1, "straight sides"
+    cells = ([cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[2:])
+    return Printed(done.returncode, done.stdout, [Line(*row) for row in cells])
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    return printed("store.py", tmp_path_factory.mktemp("store"))
+
+
+STORE_TARGETS = {
+    "speed of a shard of": ("at least 0.8", 4),
+    "time of 200 tensors of 2 KiB": ("at most 3", 2),
+    "time of 2,048 random rows": ("at most 2", 1),
+    "speed of reading in order": ("at least 0.8", 2),
+    "speed of shuffled batches": ("at least 0.7", 4),
+    "hookline.record(to=...)": ("at most 1.25", 2),
+}
+"""What is bounded, the bound, and in how many lines of a quick run."""
+
+
+def test_the_store_is_held_to_every_target(store: Printed) -> None:
+    bounded = [line for line in store.lines if line.target]
+    for begin, (target, count) in STORE_TARGETS.items():
+        assert [line.target for line in bounded if line.what.startswith(begin)] == [target] * count, begin
+    assert len(bounded) == sum(count for _, count in STORE_TARGETS.values())
+
+
+def test_the_verdicts_of_the_store_follow_from_its_numbers(store: Printed) -> None:
+    for line in store.lines:
+        median, low, high = (float(number) for number in re.findall(r"\d+\.\d+", line.value))
+        assert 0 < low <= median <= high
+        if line.target:
+            limit = float(line.target.split()[-1])
+            good = median >= limit if line.target.startswith("at least") else median <= limit
+            # a median that rounds to its limit may have been on either side of it
+            assert line.met == ("yes" if good else "NO") or median == limit, line
+        else:
+            assert line.met == ""
+    assert store.status == int(any(line.met == "NO" for line in store.lines))
+
+
+def test_the_store_is_compared_with_the_usual_ways(store: Printed) -> None:
+    for way in ("torch.save for each tensor", "safetensors for each step", "numpy .npy for each tensor"):
+        assert sum(way in line.what for line in store.lines) == 2, "small tensors and large ones"
+    for way in ("hookline.record in memory", "hooks that torch.save", "hooks that write raw"):
+        for chosen, calls in (("all modules", 179), ("convolutions", 53)):
+            found = [line for line in store.lines if line.what.startswith(f"{way}, {calls} outputs of {chosen},")]
+            assert [line.what.rpartition(": ")[2] for line in found] == ["in a forward", "to the end"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_memory_of_a_recording_is_measured(tmp_path: Path) -> None:
+    found = printed("memory.py", tmp_path)
+    (line,) = found.lines
+    bare, recorded = (float(number) for number in re.findall(r"(\d+) MB", line.told))
+    more = float(line.value.split()[0])
+    assert more == pytest.approx(recorded - bare, abs=1)
+    assert more > 50, "64 MiB fit into the budget and are kept"
+    assert (line.target, line.met) == ("at most 406", "yes" if more <= 406 else "NO")
+    assert found.status == int(more > 406)
 
 
 # ---------------------------------------------------------------- the parts

@@ -17,12 +17,15 @@ from hookline.record.batch import SAMPLES
 from hookline.report.text import plural
 from hookline.sites import Site
 from hookline.spelling import kind
+from hookline.store import StoredEvent
 
 __all__ = ["RowPlace", "Rows"]
 
 _NONE, _UNKNOWN = -1, -2
 _OPEN = 1024
 """Values that are kept at hand; on disk, each is a view of a mapped file."""
+_LARGEST_ITEM = 2**31 - 1
+"""Bytes of the largest element that every release of NumPy has."""
 
 
 class RowPlace(NamedTuple):
@@ -80,13 +83,16 @@ class Rows(Sequence[Tensor]):
         self._ends: npt.NDArray[np.int64] = np.cumsum(counts, dtype=np.int64)
         self._begins = self._ends - np.array(counts, dtype=np.int64)
         self.shape = torch.Size((int(self._ends[-1]), *shape[1:]))
+        self._row_size = self.dtype.itemsize * self.shape[1:].numel()
+        # in memory, handing out a pointer would make a copy-on-write snapshot real
+        self._stored = all(isinstance(event, StoredEvent) for event, _ in self._values)
         self._forget()
 
     def _forget(self) -> None:
         # of a function that does not hold us, or only the garbage collector could free the values
         self._value = functools.lru_cache(maxsize=_OPEN)(functools.partial(_read, self._values))
         self._identity = functools.lru_cache(maxsize=_OPEN)(functools.partial(_identity, self._values, self.leaf))
-        self._spans: _Spans | None = None
+        self._spans = _Spans(self._values)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_value", "_identity", "_spans")}
@@ -216,6 +222,9 @@ class Rows(Sequence[Tensor]):
         return value, index - int(self._begins[value])
 
     def _range(self, start: int, stop: int) -> Tensor:
+        found = self._copied(start, stop) if self._stored and start < stop else None
+        if found is not None:
+            return found
         parts = []
         while start < stop:
             value, row = self._find(start)
@@ -223,6 +232,20 @@ class Rows(Sequence[Tensor]):
             parts.append(self._value(value)[row : row + end - start])
             start = end
         return torch.cat(parts) if parts else self._value(0)[:0].clone()
+
+    def _copied(self, start: int, stop: int) -> Tensor | None:
+        """Rows of several values, copied in as few pieces as they lie in the files; None for one value or no data."""
+        first, last = self._find(start)[0], self._find(stop - 1)[0] + 1
+        if last - first == 1:
+            return None
+        spans, begins = self._spans.of(np.arange(first, last))
+        if (spans < 0).any():
+            return None
+        size = self._row_size
+        skipped = np.maximum(start - self._begins[first:last], 0)
+        counts = np.minimum(self._ends[first:last], stop) - self._begins[first:last] - skipped
+        found = self._spans.joined(spans, begins + skipped * size, counts * size)
+        return found.view(self.dtype).view(stop - start, *self.shape[1:])
 
     def _numbers(self, index: Any) -> npt.NDArray[np.int64]:
         try:
@@ -247,12 +270,10 @@ class Rows(Sequence[Tensor]):
             return self._range(0, 0)
         values = np.searchsorted(self._ends, numbers, side="right")
         rows = numbers - self._begins[values]
-        if self._spans is None:
-            self._spans = _Spans(self._values)
         spans, starts = self._spans.of(values)
-        if (spans < 0).any():
+        size = self._row_size
+        if (spans < 0).any() or size > _LARGEST_ITEM:
             return torch.stack([self._value(value)[row] for value, row in zip(values, rows, strict=True)])
-        size = self.dtype.itemsize * self.shape[1:].numel()
         if not size:
             return torch.empty((numbers.size, *self.shape[1:]), dtype=self.dtype)
         found = self._spans.gather(spans, starts + rows * size, size)
@@ -283,21 +304,34 @@ class _Spans:
         return self._span[values], self._start[values]
 
     def gather(self, spans: npt.NDArray[np.int64], begins: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.uint8]:
-        """Pieces of ``size`` bytes, one below the other."""
+        """Pieces of ``size`` bytes, one behind the other."""
         if (spans == spans[0]).all():
-            return self._pieces(int(spans[0]), size)[begins]
-        found = np.empty((len(spans), size), dtype=np.uint8)
+            return self._pieces(int(spans[0]), size)[begins].view(np.uint8)
+        found = np.empty(len(spans), np.dtype((np.void, size)))
         order = np.argsort(spans, kind="stable")
         bounds = np.flatnonzero(np.diff(spans[order], prepend=_NONE, append=_NONE))
         for start, stop in itertools.pairwise(bounds.tolist()):
             chosen = order[start:stop]
             found[chosen] = self._pieces(int(spans[chosen[0]]), size)[begins[chosen]]
+        return found.view(np.uint8)
+
+    def joined(
+        self, spans: npt.NDArray[np.int64], begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
+    ) -> Tensor:
+        """Pieces of any size, one behind the other, as bytes; what lies so already is copied at once."""
+        apart = (np.diff(spans) != 0) | (begins[1:] != begins[:-1] + sizes[:-1])
+        firsts = np.concatenate(([0], np.flatnonzero(apart) + 1))
+        found, used = torch.empty(int(sizes.sum()), dtype=torch.uint8), 0
+        lengths = np.add.reduceat(sizes, firsts)
+        for span, begin, length in zip(spans[firsts].tolist(), begins[firsts].tolist(), lengths.tolist(), strict=True):
+            found[used : used + length].copy_(torch.from_numpy(self.memory[span][begin : begin + length]))
+            used += length
         return found
 
-    def _pieces(self, span: int, size: int) -> npt.NDArray[np.uint8]:
-        """Every piece of so many bytes, by its first byte."""
+    def _pieces(self, span: int, size: int) -> npt.NDArray[np.void]:
+        """Every piece of so many bytes, by its first byte; as one element each, which NumPy copies at once."""
         memory = self.memory[span]
-        return np.ndarray((len(memory) - size + 1, size), np.uint8, buffer=memory, strides=(1, 1))
+        return np.ndarray((len(memory) - size + 1,), np.dtype((np.void, size)), buffer=memory, strides=(1,))
 
     def _number(self, memory: npt.NDArray[np.uint8]) -> int:
         number = self._by_id.setdefault(id(memory), len(self.memory))

@@ -16,6 +16,8 @@ DENSE_LIMIT = 1 << 30
 """Bytes up to which a sparse tensor is stored dense; beyond, its dense form might not fit in memory."""
 _STAGE = 8 << 20
 """Bytes that are gathered before they are written: large enough for the disk, small enough for the cache."""
+_SMALL = 64 << 10
+"""Bytes up to which tensors are gathered by one `torch.cat` for many of them: a copy of each has its own overhead."""
 _WHOLE = {"U8": torch.uint8, "U16": torch.int16}
 
 
@@ -151,6 +153,7 @@ class Stage:
         self._size = min(size, _STAGE)
         self._bytes = torch.empty(self._size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._used = 0
+        self._small: list[Tensor] = []  # they belong to the end of what is used, and are not copied yet
 
     def add(self, tensor: Tensor) -> None:
         """Append the elements of a tensor without gradient, in row-major order."""
@@ -158,6 +161,11 @@ class Stage:
         # with one element or none, any stride counts as contiguous
         data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
         size, done = data.shape[0], 0
+        if size <= min(_SMALL, self._size - self._used) and data.device.type == "cpu":
+            self._small.append(data)
+            self._used, done = self._used + size, size
+        else:
+            self._gather()
         while done < size:
             count = min(size - done, self._size - self._used)
             self._bytes[self._used : self._used + count].copy_(data[done : done + count])
@@ -167,8 +175,15 @@ class Stage:
 
     def flush(self) -> None:
         """Write what was gathered."""
+        self._gather()
         write_all(self._file, self._bytes.numpy()[: self._used].data)
         self._used = 0
+
+    def _gather(self) -> None:
+        if self._small:
+            size = sum(data.shape[0] for data in self._small)
+            torch.cat(self._small, out=self._bytes[self._used - size : self._used])
+            self._small = []
 
 
 def write_all(file: Sink, data: bytes | memoryview) -> None:
