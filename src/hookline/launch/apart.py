@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from hookline.record.stream import wait_out
+
 __all__ = ["run_apart"]
 
 
@@ -23,11 +25,7 @@ def run_apart(function: Callable[[], None]) -> None:
         thread.start()
     except RuntimeError:  # no more threads, or the interpreter is shutting down
         return function()
-    try:
-        thread.join()
-    except BaseException:  # a KeyboardInterrupt: what is half written must be whole before anybody goes on
-        thread.join()
-        raise
+    wait_out(thread)
     if errors:
         raise errors[0]
 

@@ -11,12 +11,10 @@ from torch import Tensor
 from hookline.errors import ArgumentError, OptionError
 from hookline.report.text import plural
 from hookline.spelling import kind
-from hookline.store.format import BATCH
+from hookline.store.format import BATCH, SAMPLES, TOKENS
 from hookline.values import walk
 
-__all__ = ["SAMPLES", "TOKENS", "Batch", "chosen_rows", "kinds_of"]
-
-SAMPLES, TOKENS = "samples", "tokens"
+__all__ = ["Batch", "chosen_rows", "kinds_of"]
 
 
 class Batch:
@@ -40,7 +38,8 @@ class Batch:
         self.order = self.step = 0
         self.skip = False
         self._ids: list[Any] = _checked_ids(ids)
-        self.value: dict[str, Any] = {"ids": self._ids if self.has_names else torch.tensor(self._ids)}
+        has_names = any(isinstance(one, str) for one in self._ids)
+        self.value: dict[str, Any] = {"ids": self._ids if has_names else torch.tensor(self._ids)}
         self._grid: tuple[int, int] | None = None
         self._chosen: dict[torch.device, Tensor] = {}
         if tokens is not None or mask is not None:
@@ -50,11 +49,6 @@ class Batch:
     def ids(self) -> list[Any]:
         """The id of each sample."""
         return self._ids
-
-    @property
-    def has_names(self) -> bool:
-        """Whether the ids are strings."""
-        return any(isinstance(one, str) for one in self._ids)
 
     def _choose(self, tokens: Any, mask: Any) -> None:
         given = [_grid_of(name, grid, len(self._ids)) for name, grid in (("tokens", tokens), ("mask", mask))]
@@ -104,19 +98,17 @@ class Batch:
         return {}
 
 
-def chosen_rows(batch: Batch | None, leaves: list[Any], *, detach: bool) -> tuple[list[Any], list[str | None]]:
+def chosen_rows(batch: Batch, leaves: list[Any], *, detach: bool) -> tuple[list[Any], list[str | None]]:
     """The leaves of a value with the rows that are wanted, and of which kind these are."""
-    if batch is None:
-        return leaves, [None] * len(leaves)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
         pairs = [batch.select(leaf) if isinstance(leaf, Tensor) else (leaf, None) for leaf in leaves]
     return [leaf for leaf, _ in pairs], [kind for _, kind in pairs]
 
 
-def kinds_of(batch: Batch | None, kinds: list[str | None], kept: list[Any]) -> tuple[str | None, ...]:
+def kinds_of(batch: Batch, kinds: list[str | None], kept: list[Any]) -> tuple[str | None, ...]:
     """The kind of rows of each tensor as it is kept; None where ``reduce`` has left other ones."""
     return tuple(
-        rows if batch is not None and rows is not None and leaf.shape[:1] == (batch.count(rows),) else None
+        rows if rows is not None and leaf.shape[:1] == (batch.count(rows),) else None
         for rows, leaf in zip(kinds, kept, strict=True)
         if isinstance(leaf, Tensor)
     )

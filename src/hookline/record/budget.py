@@ -27,11 +27,6 @@ class Budget:
         self._used = 0
         self._lock = threading.Lock()
 
-    def has_room(self, size: int) -> bool:
-        """Whether a value of so many bytes fits in besides those that are kept."""
-        with self._lock:
-            return self._used + size <= self.limit
-
     def spend(self, site: Site, size: int) -> None:
         """Reserve the bytes of one value.
 
@@ -48,12 +43,6 @@ class Budget:
         """Free the bytes of a value that is not kept after all."""
         with self._lock:
             self._add(site, -size)
-
-    def clear(self) -> None:
-        """Nothing is kept any more."""
-        with self._lock:
-            self._by_site.clear()
-            self._used = 0
 
     def _add(self, site: Site, size: int) -> None:
         self._used += size

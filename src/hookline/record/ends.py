@@ -16,11 +16,10 @@ def at_the_end(ends: Iterable[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     found: dict[str, Fate] = {}
     for end in said:
         for site, fate in Coverage.from_json(end.get("coverage")).items():
-            before = found.get(site)
-            if before is None or (before.status, fate.status) != (CAPTURED, CAPTURED):
-                found[site] = fate if before is None or fate.status == CAPTURED else before
-            else:
-                found[site] = before._replace(calls=before.calls + fate.calls)
+            before = found.setdefault(site, fate)
+            if before is not fate and fate.status == CAPTURED:
+                both = before.status == CAPTURED
+                found[site] = before._replace(calls=before.calls + fate.calls) if both else fate
     numbers = {
         name: sum(end[name] for end in said if type(end.get(name)) in (int, float)) for name in ("waits", "waited_s")
     }

@@ -95,27 +95,20 @@ class Log:
                 self.add(other)
                 self._remove(event)
 
-    def settle(self, commit: Callable[[], None], events: Iterable[Any], fetch: Callable[[], Iterable[Any]]) -> None:
-        """Commit events and forget them; nobody reads in between.
-
-        Args:
-            commit: Makes them part of the recording on disk.
-            events: The events.
-            fetch: Gives at each call the events on disk that it has not given before.
-        """
-        with self._lock:
-            commit()
-            for event in events:
-                self._remove(event)
-            self.fetch_from(fetch)
-
     def fetch_from(self, fetch: Callable[[], Iterable[Any]]) -> None:
-        """There are more events, to be had by ``fetch``."""
+        """There are more events, on disk; ``fetch`` gives at each call those that it has not given before."""
         with self._lock:
             self._fetch, self._stale = fetch, True
 
+    def settle(self, commit: Callable[[], None], events: Iterable[Any]) -> None:
+        """Make events part of the recording on disk by ``commit``, and forget them; nobody reads in between."""
+        with self._lock:
+            commit()
+            self.remove(events)
+            self._stale = True
+
     def remove(self, events: Iterable[Any]) -> None:
-        """Remove events that are nowhere any more."""
+        """Remove events."""
         with self._lock:
             for event in events:
                 self._remove(event)
@@ -126,13 +119,6 @@ class Log:
         if event is not None:
             self._remove(event)
         return event
-
-    def take(self) -> list[Any]:
-        """Remove and return all events."""
-        events = self.events
-        for held in (self._events, self._by_path, self._newest):
-            held.clear()
-        return events
 
     def _remove(self, event: Any) -> None:
         if id(event) not in self._events:

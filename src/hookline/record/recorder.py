@@ -326,7 +326,8 @@ class Recorder:
             return False
         step, call, batch = mark
         try:
-            leaves, kinds = chosen_rows(batch, leaves, detach=self.policy.detach)
+            if batch is not None:
+                leaves, kinds = chosen_rows(batch, leaves, detach=self.policy.detach)
             captured = self._captured(site, leaves)
         except Exception as error:
             add_note(error, f"Raised while {site} was kept, call {call} of step {step}.")
@@ -334,10 +335,8 @@ class Recorder:
         if captured is None:
             return False
         kept, size = captured
-        tensors = kinds_of(batch, kinds, kept)
-        value = keep(structure, kept)
-        event = Event(next(self._orders), step, site.path, site.port, call, backward, value)
-        if any(tensors):
+        event = Event(next(self._orders), step, site.path, site.port, call, backward, keep(structure, kept))
+        if batch is not None and any(tensors := kinds_of(batch, kinds, kept)):
             event.batch, event.kinds = batch, tensors
         self._add(site, event)
         if self._stream is not None:
@@ -387,9 +386,3 @@ class Recorder:
             self.recording.log.add(event)
         if gone is not None and self._budget is not None:
             self._budget.give_back(site, gone.nbytes)
-
-    def take(self) -> list[Event]:
-        """Remove and return the events so far, for a sink that has written them elsewhere."""
-        if self._budget is not None:
-            self._budget.clear()
-        return self.recording.log.take()

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from hookline.errors import ArgumentError, OptionError, SiteError
-from hookline.record.batch import SAMPLES
 from hookline.report.text import plural
 from hookline.sites import Site
 from hookline.spelling import kind
 from hookline.store import StoredEvent
+from hookline.store.format import SAMPLES
 
 __all__ = ["RowPlace", "Rows"]
 
@@ -127,7 +127,7 @@ class Rows(Sequence[Tensor]):
         event = self._values[value][0]
         return RowPlace(event.step, event.call, event.backward, row, event.writer)
 
-    @property
+    @functools.cached_property
     def have_identity(self) -> bool:
         """Whether ``identity`` can tell what each row is."""
         return all(self.leaf in event.rows() for event, _ in self._values)
@@ -145,19 +145,19 @@ class Rows(Sequence[Tensor]):
         Raises:
             SiteError: It was not recorded inside ``rec.batch``, or its values do not have rows of samples or tokens.
         """
-        for event, _ in self._values:
-            if self.leaf not in event.rows():
-                raise SiteError(
-                    f"{self.site}, {self.leaf}: what the rows of {_where(event)} are is not known. Record inside `with "
-                    "rec.batch(ids=...)`; values whose first dimension is that of the ids, or of the tokens, get them."
-                )
-        numbers = np.arange(len(self), dtype=np.int64)
-        chosen = numbers[index] if isinstance(index, (slice, int, np.integer)) else self._numbers(index)
-        chosen = np.atleast_1d(chosen)
+        if not self.have_identity:
+            event = next(event for event, _ in self._values if self.leaf not in event.rows())
+            raise SiteError(
+                f"{self.site}, {self.leaf}: what the rows of {_where(event)} are is not known. Record inside `with "
+                "rec.batch(ids=...)`; values whose first dimension is that of the ids, or of the tokens, get them."
+            )
+        if isinstance(index, slice):
+            chosen = np.arange(*index.indices(len(self)), dtype=np.int64)
+        else:
+            chosen = self._numbers([index] if isinstance(index, (int, np.integer)) else index)
         values = np.searchsorted(self._ends, chosen, side="right")
         parts: dict[str, Any] = {}
-        for value in np.unique(values).tolist():
-            here = np.flatnonzero(values == value)
+        for value, here in _groups(values):
             rows = chosen[here] - self._begins[value]
             for name, column in self._identity(value).items():
                 parts.setdefault(
@@ -308,11 +308,8 @@ class _Spans:
         if (spans == spans[0]).all():
             return self._pieces(int(spans[0]), size)[begins].view(np.uint8)
         found = np.empty(len(spans), np.dtype((np.void, size)))
-        order = np.argsort(spans, kind="stable")
-        bounds = np.flatnonzero(np.diff(spans[order], prepend=_NONE, append=_NONE))
-        for start, stop in itertools.pairwise(bounds.tolist()):
-            chosen = order[start:stop]
-            found[chosen] = self._pieces(int(spans[chosen[0]]), size)[begins[chosen]]
+        for span, chosen in _groups(spans):
+            found[chosen] = self._pieces(span, size)[begins[chosen]]
         return found.view(np.uint8)
 
     def joined(
@@ -338,6 +335,15 @@ class _Spans:
         if number == len(self.memory):
             self.memory.append(memory)
         return number
+
+
+def _groups(keys: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+    """Each key, from 0 on, and the places where it stands."""
+    order = np.argsort(keys, kind="stable")
+    bounds = np.flatnonzero(np.diff(keys[order], prepend=_NONE, append=_NONE))
+    for start, stop in itertools.pairwise(bounds.tolist()):
+        places = order[start:stop]
+        yield int(keys[places[0]]), places
 
 
 def _read(values: list[tuple[Any, int]], value: int) -> Tensor:

@@ -18,7 +18,7 @@ from hookline.record.log import Log
 from hookline.report.text import plural
 from hookline.store import Staged, Tail, Writer
 
-__all__ = ["BUDGET", "Pressure", "Stream"]
+__all__ = ["BUDGET", "Pressure", "Stream", "wait_out"]
 
 BUDGET = 10**9
 """Bytes that may wait for the disk unless a budget is given."""
@@ -149,13 +149,16 @@ class Stream:
     def step_over(self, step: int) -> None:
         """Nothing more of a step is expected; what comes all the same is committed with what comes then."""
         with self._changed:
-            if not self._is_over(step):
-                self._over.add(step)
-                while self._below in self._over:
-                    self._over.remove(self._below)
-                    self._below += 1
+            self._mark_over(step)
             if step in self._steps:
                 self._note_over()
+
+    def _mark_over(self, step: int) -> None:
+        if not self._is_over(step):
+            self._over.add(step)
+        while self._below in self._over:
+            self._over.remove(self._below)
+            self._below += 1
 
     def _is_over(self, step: int) -> bool:
         return step < self._below or step in self._over
@@ -180,7 +183,7 @@ class Stream:
 
     def _all_over(self) -> None:
         for step in self._steps:
-            self._over.add(step)
+            self._mark_over(step)
 
     def finish(self, said: Callable[[], Mapping[str, Any]]) -> None:
         """Write the rest, and what is known at the end.
@@ -210,12 +213,8 @@ class Stream:
             self._all_over()
             self._changed.notify_all()
             thread = self._thread
-        while thread is not None and thread.is_alive():
-            try:
-                thread.join()
-            except KeyboardInterrupt:  # what is half written must be whole before anybody goes on
-                thread.join()
-                raise
+        if thread is not None:
+            wait_out(thread)
         self._drop_unfinished()
 
     def _close_unasked(self) -> None:
@@ -301,7 +300,7 @@ class Stream:
         if not whole:
             return
         stored = [event for held in whole for event in held.stored]
-        self._log.settle(lambda: self._writer.commit([held.staged for held in whole]), stored, self._tail.new)
+        self._log.settle(lambda: self._writer.commit([held.staged for held in whole]), stored)
         with self._changed:
             for step in [step for step, held in self._steps.items() if held in whole]:
                 held = self._steps[step]
@@ -337,8 +336,19 @@ class Stream:
                 self._changed.notify_all()
 
 
+def wait_out(thread: threading.Thread) -> None:
+    """Wait for the end of a thread, interrupted or not: what is half written must be whole before anybody goes on."""
+    try:
+        thread.join()
+    except BaseException:  # a KeyboardInterrupt
+        thread.join()
+        raise
+
+
 def _marks(event: Any) -> Any:
     """Where the streams of the devices of its tensors stand; None for those of the CPU."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
     devices = {leaf.device for _, leaf in event.leaves() if leaf.device.type == "cuda"}
     return {device: torch.cuda.current_stream(device).record_event() for device in devices} if devices else None
 

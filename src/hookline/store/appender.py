@@ -61,6 +61,11 @@ class _Part(NamedTuple):
     lines: list[EventLine]
     tensors: list[tuple[str, Stored]]
 
+    @property
+    def line_size(self) -> int:
+        """Bytes that it needs in a line."""
+        return sum(map(len, self.texts)) + len(self.texts) + _SHARD_OVERHEAD
+
 
 class Staged:
     """Events whose shards are on disk while no line of the manifest names them, so that no reader sees them yet.
@@ -84,13 +89,9 @@ class _Written(NamedTuple):
     """A part whose shard is on disk."""
 
     texts: list[str]
+    line_size: int
     events: list[StoredEvent]
     shard: ShardLine | None
-
-    @property
-    def line_size(self) -> int:
-        """Bytes that it needs in a line."""
-        return sum(map(len, self.texts)) + len(self.texts) + _SHARD_OVERHEAD
 
     @property
     def nbytes(self) -> int:
@@ -212,7 +213,7 @@ class Appender:
             some = rest.pop()
             name = layout.shard_name(self._shards)
             part = _part(some, name)
-            size = sum(map(len, part.texts)) + len(part.texts) + _SHARD_OVERHEAD
+            size = part.line_size
             if size + _LINE_OVERHEAD > layout.MAX_LINE:
                 rest += reversed(_halves(some, size))
                 continue
@@ -227,7 +228,7 @@ class Appender:
             events = stored_events(
                 part.lines, {name: shard} if shard else {}, [place] * len(part.lines), staged._batches
             )
-            parts.append(_Written(part.texts, events, entry))
+            parts.append(_Written(part.texts, size, events, entry))
             self._used += parts[-1].nbytes
 
     def _check_quota(self, size: int) -> None:

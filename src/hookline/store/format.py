@@ -41,7 +41,7 @@ DRAFT_NAME = re.compile(rf"\.{SHARD_NAME.pattern}\.tmp")
 PORTS = ("input", "output", "grad_input", "grad_output")
 BATCH = "batch"
 """In the place of a port: no value of the model, but what the rows of other events are."""
-ROWS = ("samples", "tokens")
+ROWS = SAMPLES, TOKENS = "samples", "tokens"
 """What the rows of a tensor may be: one for each sample of its batch, or one for each chosen token."""
 MAX_HEAD = 1 << 28
 """Largest ``recording.json`` that is read, in bytes: some 1,500,000 modules."""
