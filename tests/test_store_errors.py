@@ -285,6 +285,17 @@ def test_a_number_that_was_changed(three_lines: Path) -> None:
     assert complaint(folder).endswith(wanted)
 
 
+def test_a_line_that_is_there_twice(folder: Path) -> None:
+    """One with a shard is told by its shard; one without would double its events."""
+    line = (folder / MANIFEST).read_bytes()
+    (folder / MANIFEST).write_bytes(line * 2)
+    assert complaint(folder).startswith(f"{folder / MANIFEST}, line 2: it names the shard 000000.safetensors, which an")
+    empty = strict_json.seal('{"shards":[],"events":[]}')
+    (folder / MANIFEST).write_bytes(line + empty * 2)
+    wanted = "line 3: it is the same as an earlier line, so that its events would be there twice. " + DAMAGED
+    assert complaint(folder) == f"{folder / MANIFEST}, {wanted}"
+
+
 def test_a_broken_line_in_the_middle(three_lines: Path) -> None:
     folder = three_lines
     lines = (folder / MANIFEST).read_bytes().splitlines(keepends=True)
