@@ -183,6 +183,12 @@ LINES: dict[str, dict[str, Any]] = {
     '"data" has to be true or false': dict(tensor={"data": 1}),
     '"numel" has to be a whole number from 0 to 2**63 - 1, it is missing': dict(tensor={"summary": {}}),
     '"summary" has to be an object or null, it is 3': dict(tensor={"summary": 3}),
+    '"summary" counts more NaN, infinite and zero elements than 6, its "numel"': dict(
+        tensor={
+            "summary": {"numel": 6, "nan": 3, "inf": 3, "zeros": 1}
+            | dict.fromkeys(("mean", "std", "min", "max", "l2"), 0.5)
+        }
+    ),
     'its "structure" names tensor 1, which is not there or is used twice': dict(structure={"t": 1}),
     'its "structure" names tensor True, which is not there or is used twice': dict(structure={"t": True}),
     'its "structure" names tensor 0, which': dict(structure={"tuple": [{"t": 0}, {"t": 0}]}),
