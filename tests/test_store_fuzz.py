@@ -22,8 +22,9 @@ import google_crc32c
 import pytest
 import torch
 
+import hookline
 from hookline import store
-from hookline.errors import FormatError
+from hookline.errors import FormatError, HooklineError
 from hookline.record.event import Event
 from hookline.store import ModuleInfo, StoredParts, Writer, strict_json, verify
 from hookline.values import Arguments, Fields, Opaque
@@ -414,6 +415,7 @@ def test_malice(seed: int, original: Path, tmp_path: Path) -> None:
     """
     chance = random.Random(seed)
     _, events = read(original)
+    look_at(original)  # what this imports is no memory of the trials
 
     def trial(folder: Path) -> str:
         touched: set[int] = set()
@@ -428,6 +430,7 @@ def test_malice(seed: int, original: Path, tmp_path: Path) -> None:
         except FormatError as error:
             assert str(folder) in str(error)
             return "refused"
+        look_at(folder)
         stored = [path.read_bytes() for path in folder.rglob("*.safetensors")]
         assert all(any(data in shard for shard in stored) for data in data_of(found))
         assert all(event in found for event in events if event[0][0] not in touched)
@@ -436,6 +439,16 @@ def test_malice(seed: int, original: Path, tmp_path: Path) -> None:
     outcomes = trials(TRIALS, original, tmp_path, trial)
     assert outcomes.total() == TRIALS
     assert outcomes["refused"] > TRIALS // 2 and outcomes["read"] > 3, outcomes
+
+
+def look_at(folder: Path) -> None:
+    """What a user does with a recording that opens, apart from its values."""
+    rec = hookline.load(folder)
+    assert str(rec)
+    assert isinstance(len(rec.coverage), int)
+    for event in rec:
+        with contextlib.suppress(HooklineError):  # values of different shapes have no rows
+            assert len(rec.rows(f"{event.path}:{event.port}")[:]) > 0
 
 
 @pytest.mark.parametrize("data", ["as it was", "none", "all that the shape needs"])
