@@ -436,6 +436,15 @@ def test_merge_of_nothing() -> None:
     assert merge([]).numel == 0
 
 
+def test_merge_of_means_that_cannot_be() -> None:
+    """A file may hold them: without a finite element, or infinite."""
+    right = summarize(torch.tensor([1.0, 3.0]))
+    nobodys = dataclasses.replace(right, nan=2)
+    endless = [dataclasses.replace(right, mean=mean) for mean in (math.inf, -math.inf)]
+    assert merge([nobodys, right, *endless]) == dataclasses.replace(right, numel=8, nan=2)
+    assert math.isnan(merge([nobodys, nobodys]).mean)
+
+
 def test_merge_does_not_overflow() -> None:
     got = merge([summarize(torch.full((2,), v, dtype=torch.float64)) for v in (1e300, -1e300)])
     assert (got.mean, got.std) == (0.0, 1e300)

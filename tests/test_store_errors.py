@@ -183,6 +183,12 @@ LINES: dict[str, dict[str, Any]] = {
     '"data" has to be true or false': dict(tensor={"data": 1}),
     '"numel" has to be a whole number from 0 to 2**63 - 1, it is missing': dict(tensor={"summary": {}}),
     '"summary" has to be an object or null, it is 3': dict(tensor={"summary": 3}),
+    '"summary" counts more NaN, infinite and zero elements than 6, its "numel"': dict(
+        tensor={
+            "summary": {"numel": 6, "nan": 3, "inf": 3, "zeros": 1}
+            | dict.fromkeys(("mean", "std", "min", "max", "l2"), 0.5)
+        }
+    ),
     'its "structure" names tensor 1, which is not there or is used twice': dict(structure={"t": 1}),
     'its "structure" names tensor True, which is not there or is used twice': dict(structure={"t": True}),
     'its "structure" names tensor 0, which': dict(structure={"tuple": [{"t": 0}, {"t": 0}]}),
@@ -283,6 +289,17 @@ def test_a_number_that_was_changed(three_lines: Path) -> None:
     (folder / MANIFEST).write_text(text)
     wanted = f'line 2: its checksum is not that of its text. {DAMAGED} If you edited it, take out its "crc".'
     assert complaint(folder).endswith(wanted)
+
+
+def test_a_line_that_is_there_twice(folder: Path) -> None:
+    """One with a shard is told by its shard; one without would double its events."""
+    line = (folder / MANIFEST).read_bytes()
+    (folder / MANIFEST).write_bytes(line * 2)
+    assert complaint(folder).startswith(f"{folder / MANIFEST}, line 2: it names the shard 000000.safetensors, which an")
+    empty = strict_json.seal('{"shards":[],"events":[]}')
+    (folder / MANIFEST).write_bytes(line + empty * 2)
+    wanted = "line 3: it is the same as an earlier line, so that its events would be there twice. " + DAMAGED
+    assert complaint(folder) == f"{folder / MANIFEST}, {wanted}"
 
 
 def test_a_broken_line_in_the_middle(three_lines: Path) -> None:

@@ -122,7 +122,9 @@ def merge(summaries: Iterable[Summary]) -> Summary:
     """
     parts = list(summaries)
     numel, nan, inf, zeros = (sum(getattr(part, name) for part in parts) for name in _COUNTS)
-    known = [(part.numel - part.nan - part.inf, part) for part in parts if not math.isnan(part.mean)]
+    counted = [(part.numel - part.nan - part.inf, part) for part in parts]
+    # a summary read from a file may have a mean that no elements can have
+    known = [(count, part) for count, part in counted if count > 0 and math.isfinite(part.mean)]
     if not known:
         return Summary(numel, *_NO_NUMBERS, nan=nan, inf=inf, zeros=zeros)
     mean, std = _mean_and_std(known)

@@ -16,7 +16,7 @@ from pathlib import Path
 from hookline.errors import OptionError
 from hookline.store import format as layout
 from hookline.store.format import END, HEAD, MANIFEST, MAX_HEAD, WRITER_NAME, parse_head
-from hookline.store.shard import check_regular, open_regular
+from hookline.store.shard import open_regular
 from hookline.store.strict_json import fault
 from hookline.store.tensors import write_all
 
@@ -47,11 +47,12 @@ def read_small(path: Path) -> bytes:
     Raises:
         FormatError: It is missing, no plain file, or too large to be one.
     """
-    size = check_regular(path).st_size
-    if size > MAX_HEAD:
-        raise fault(path, f"it has {size} bytes, at most {MAX_HEAD} are read")
     with open_regular(path) as file:
-        return file.read(MAX_HEAD)
+        # of the open file: another may have its name by now; and reading takes memory for as much as is asked for
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_HEAD:
+            raise fault(path, f"it has {size} bytes, at most {MAX_HEAD} are read")
+        return file.read(size)
 
 
 def is_taken(folder: Path) -> bool:

@@ -389,4 +389,6 @@ def _parse_summary(entry: Any, place: object) -> dict[str, int | float] | None:
     if type(entry) is not dict:
         raise fault(place, f'"summary" has to be an object or null, it is {show(entry)}')
     whole, real = counts(entry, _WHOLE, place), strict_json.reals(entry, _REAL, place)
+    if sum(whole[1:]) > whole[0]:
+        raise fault(place, f'"summary" counts more NaN, infinite and zero elements than {whole[0]}, its "numel"')
     return {**dict(zip(_WHOLE, whole, strict=True)), **dict(zip(_REAL, real, strict=True))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -314,10 +315,11 @@ def parse_commit(text: bytes, place: layout.Line, seen: set[str]) -> Commit:
     Args:
         text: The line.
         place: Where it stands.
-        seen: The shards that earlier lines of the manifest name; those of this line are added.
+        seen: What earlier lines of the manifest have of their own, which this one adds to: their shards, or a digest of
+            a line without any.
 
     Raises:
-        FormatError: The line is damaged or hostile, or names a shard that another line names.
+        FormatError: The line is damaged or hostile, names a shard that another line names, or is there twice.
     """
     commit = layout.parse_commit(text, place)
     for index, line in enumerate(commit.events):
@@ -325,6 +327,10 @@ def parse_commit(text: bytes, place: layout.Line, seen: set[str]) -> Commit:
     names = {shard.file for shard in commit.shards}
     if names & seen:
         raise fault(place, f"it names the shard {min(names & seen)}, which an earlier line names")
+    if not names:
+        names = {hashlib.blake2b(text, digest_size=16).hexdigest()}
+        if names & seen:
+            raise fault(place, "it is the same as an earlier line, so that its events would be there twice")
     seen |= names
     return commit
 
