@@ -16,7 +16,9 @@ from hookline.hooks import original_class
 from hookline.record.call import ModuleRecord
 from hookline.record.coverage import Coverage
 from hookline.record.dataset import Batches
+from hookline.record.export import export
 from hookline.record.rows import Rows
+from hookline.record.tables import to_pandas, to_polars
 from hookline.report.rows import choose, select_events
 from hookline.sites import PORTS, ROOT_LABEL, Pattern, Site, label, match_paths, nearest
 from hookline.store import ModuleInfo
@@ -216,6 +218,46 @@ class Recording:
             FormatError: The folder cannot be written.
         """
         store.save(path, info=self.info, modules=self.modules, events=self.events, overwrite=overwrite)
+
+    def export(self, path: str | os.PathLike[str], to: str, *, sites: Pattern = "**", bf16: str | None = None) -> None:
+        """Write what was recorded for other programs, exactly or not at all; memory is bounded.
+
+        Args:
+            path: File or folder to make. Nothing may be there, and nothing stays there after an error.
+            to: ``"npz"`` and ``"safetensors"`` are one file, in which each tensor of each event has a name
+                ``STEP/SITE/CALL/VALUEPATH``; ``"parquet"`` is a folder with a file for each site, one line for each row
+                of its values; ``"zarr"`` is a store with a group for each site.
+            sites: Patterns over the recorded paths, as for ``select``.
+            bf16: What bfloat16 becomes where the format does not have it: ``"float32"``, each value exactly, or
+                ``"uint16"``, the bits.
+
+        Raises:
+            SiteError: Nothing that was recorded is named.
+            OptionError: The format has no exact type for a tensor, the values of a site do not fit together as rows,
+                something of that name exists, or an option cannot be used.
+            HooklineError: The package that writes the format is not installed.
+            FormatError: The place cannot be written to.
+        """
+        export(self, path, to, sites=sites, bf16=bf16)
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` with a line for each tensor of each event: its place, layout and statistics.
+
+        The columns are order, step, path, port, call, backward, leaf, dtype, shape, numel, mean, std, min, max, l2,
+        nan, inf, zeros and nbytes. Of a recording on disk, no tensor is read.
+
+        Raises:
+            HooklineError: pandas is not installed.
+        """
+        return to_pandas(self.events)
+
+    def to_polars(self) -> Any:
+        """The same as ``to_pandas`` as a ``polars.DataFrame``.
+
+        Raises:
+            HooklineError: polars is not installed.
+        """
+        return to_polars(self.events)
 
     def add(self, event: Any) -> None:
         """Add an event; recorders do this, from several threads if need be."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import ArgumentError, OptionError, SiteError
+from hookline.record.columns import arrow_table
 from hookline.report.text import plural
 from hookline.sites import Site
 from hookline.spelling import kind
@@ -158,6 +159,35 @@ class Rows(Sequence[Tensor]):
                 "rows[:].view(torch.uint16).numpy()."
             ) from error
         return found if dtype is None else found.astype(dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """All rows for another library, such as ``jax.dlpack.from_dlpack(rows)``.
+
+        Raises:
+            BufferError: A copy is forbidden.
+        """
+        if options.get("copy") is False:
+            raise BufferError(f"{self.site}: rows of several values are always copied; leave copy=False out.")
+        return self[:].detach().resolve_conj().resolve_neg().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        """Where ``__dlpack__`` puts the rows."""
+        return self._value(0).__dlpack_device__()
+
+    def to_arrow(self, *, bf16: str | None = None) -> Any:
+        """All rows as a ``pyarrow.Table``.
+
+        Its columns are step, call, backward, row (within the value) and value: a list of fixed size, row by row, whose
+        shape stands in the metadata of the schema as ``hookline.shape``.
+
+        Args:
+            bf16: What bfloat16 becomes, which Arrow does not have: ``"float32"`` or its bits, ``"uint16"``.
+
+        Raises:
+            OptionError: Arrow has no exact type for the rows.
+            HooklineError: pyarrow is not installed.
+        """
+        return arrow_table(self, bf16)
 
     def __repr__(self) -> str:
         return f"<{plural(len(self), 'row')} of {self.site}, {self.leaf}: {self.dtype} {list(self.shape[1:])} each>"
