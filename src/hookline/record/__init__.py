@@ -11,6 +11,7 @@ from hookline.record.plan import Plan, plan
 from hookline.record.recorder import Recorder, record
 from hookline.record.recording import Recording, load
 from hookline.record.rows import RowPlace, Rows
+from hookline.record.verify import Mismatch, Verification, verify
 
 __all__ = [
     "Batches",
@@ -19,14 +20,17 @@ __all__ = [
     "Edits",
     "Event",
     "Fate",
+    "Mismatch",
     "ModuleRecord",
     "Plan",
     "Recorder",
     "Recording",
     "RowPlace",
     "Rows",
+    "Verification",
     "edit",
     "load",
     "plan",
     "record",
+    "verify",
 ]

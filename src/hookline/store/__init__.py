@@ -9,18 +9,21 @@ from __future__ import annotations
 from hookline.store.appender import EventLike
 from hookline.store.format import ModuleInfo
 from hookline.store.reader import StoredEvent, StoredParts, open_recording
+from hookline.store.repair import Repair, repair
 from hookline.store.verify import Report, verify
 from hookline.store.writer import Writer, check_free, save
 
 __all__ = [
     "EventLike",
     "ModuleInfo",
+    "Repair",
     "Report",
     "StoredEvent",
     "StoredParts",
     "Writer",
     "check_free",
     "open_recording",
+    "repair",
     "save",
     "verify",
 ]

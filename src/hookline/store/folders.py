@@ -106,7 +106,7 @@ def make_draft(folder: Path, head: bytes, writer: str) -> Path:
     draft = hidden(folder, "new")
     try:
         draft.mkdir()
-        _write_synced(draft / HEAD, head)
+        write_synced(draft / HEAD, head)
         add_writer(draft, writer)
     except BaseException:
         remove(draft)
@@ -118,7 +118,7 @@ def add_writer(folder: Path, writer: str) -> None:
     """Make a writer's folder, of a new name, with an empty manifest."""
     (folder / writer).mkdir()
     try:
-        _write_synced(folder / writer / MANIFEST, b"")
+        write_synced(folder / writer / MANIFEST, b"")
         sync_folder(folder / writer)
         sync_folder(folder)
     except BaseException:
@@ -130,7 +130,7 @@ def write_head(folder: Path, head: bytes) -> None:
     """Exchange what a recording says of itself; a reader sees the old text or the new one."""
     draft = hidden(folder, "head")
     try:
-        _write_synced(draft, head)
+        write_synced(draft, head)
         os.replace(draft, folder / HEAD)
     except BaseException:
         draft.unlink(missing_ok=True)
@@ -166,7 +166,8 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file and wait until the disk has it; its name, the folder has to be synced."""
     with open(path, "xb", buffering=0) as file:
         write_all(file, data)
         os.fsync(file.fileno())
