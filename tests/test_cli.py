@@ -472,7 +472,8 @@ def test_help_is_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             ["shwo"],
-            "there is no command shwo; nearest: show. The commands are run, plan, show, plot, export, verify, repair; see: hookline --help",
+            "there is no command shwo; nearest: show. The commands are run, plan, show, plot, export, verify, repair; "
+            "see: hookline --help",
         ),
         (
             ["help", "polt"],
