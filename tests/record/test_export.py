@@ -107,6 +107,7 @@ def test_safetensors(dtype: torch.dtype, place: Any, tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize(
     ("dtype", "other"),
     [(torch.complex64, torch.float32), (torch.complex32, torch.float16), (torch.float8_e8m0fnu, torch.uint8)],
@@ -244,6 +245,7 @@ def test_bfloat16_is_refused_and_offered(place: Any, tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists() and nothing_left(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize(
     ("dtype", "to", "advice"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections import Counter
@@ -13,6 +14,7 @@ from hookline.errors import FormatError, OptionError
 from hookline.store import folders, reader, strict_json
 from hookline.store import format as layout
 from hookline.store.format import HEAD, MANIFEST, Commit, EventLine, ModuleInfo, dump_head, parse_head
+from hookline.store.shard import open_regular
 from hookline.store.strict_json import fault
 from hookline.store.verify import Search
 
@@ -178,18 +180,24 @@ class _Salvage:
         return kept
 
     def _read(self, manifest: Path) -> Iterator[tuple[layout.Line, bytes]]:
-        """The whole lines; what ends the search is noted."""
-        torn: list[Path] = []
-        number = 0
+        """The lines that can be read; the others are noted, and do not end the search."""
+        name = f"{manifest.parent.name}/{MANIFEST}"
+        number = 1
         try:
-            for place, text in reader.lines(manifest, torn):
-                number = place.number
-                yield place, text
+            with open_regular(manifest) as file:
+                for number in itertools.count(1):
+                    text = file.readline(layout.MAX_LINE + 1)
+                    if len(text) > layout.MAX_LINE:
+                        self.lost.append(f"{name}, line {number}: it has more than {layout.MAX_LINE} bytes; {_UNREAD}")
+                        while text and not text.endswith(b"\n"):
+                            text = file.readline(layout.MAX_LINE)
+                        continue
+                    if not text.endswith(b"\n"):
+                        self.left_out += [f"{name}: its last line, which is unfinished"] * bool(text)
+                        return
+                    yield layout.Line(manifest, number), text
         except (FormatError, OSError) as error:
-            where = f"{manifest.parent.name}/{MANIFEST}, from line {number + 1} on"
-            self.lost.append(f"{where}: {_reason(error, manifest)}; {_UNREAD}")
-        for path in torn:
-            self.left_out.append(f"{path.parent.name}/{MANIFEST}: its last line, which is unfinished")
+            self.lost.append(f"{name}, from line {number} on: {_reason(error, manifest)}; {_UNREAD}")
 
     def _lose(self, place: layout.Line, problems: Iterable[str], held: str) -> None:
         where = f"{place.manifest.parent.name}/{MANIFEST}, line {place.number}"
