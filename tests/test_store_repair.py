@@ -167,8 +167,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a shard that is a link": (
         lambda folder: (shard(folder, 1).unlink(), shard(folder, 1).symlink_to(shard(folder, 0))),
-        "WRITER/manifest.jsonl, line 2: WRITER/000001.safetensors: it is a link, which could lead out of the recording; "
-        f"{HELD}",
+        "WRITER/manifest.jsonl, line 2: WRITER/000001.safetensors: it is a link, which could lead out of the "
+        f"recording; {HELD}",
     ),
     "a shard that two lines name": (
         lambda folder: rewrite(folder, 1, lines(folder)[0]),
