@@ -36,7 +36,7 @@ def test_describe_replaces_info_and_modules_and_keeps_the_events(tmp_path: Path)
     store.save(folder, info={}, modules=FIRST, events=[], overwrite=True)
 
 
-@pytest.mark.parametrize("place", ["_write_synced", "os.replace"])
+@pytest.mark.parametrize("place", ["write_synced", "os.replace"])
 def test_a_description_that_cannot_be_written_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

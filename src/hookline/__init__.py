@@ -1,7 +1,8 @@
 """Hooks for PyTorch that never miss, never lie and never linger.
 
 The primitives have PyTorch's own signatures; ``record`` keeps values, ``edit`` changes them, ``load`` reads a recording
-from disk, ``plot`` draws, ``describe`` prints one value. Importing the package changes nothing in torch.
+from disk and ``verify`` looks for damage in it, ``plot`` draws, ``describe`` prints one value. Importing the package
+changes nothing in torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hookline.hooks import (
     register_parameter_hook,
     register_tensor_hook,
 )
-from hookline.record import Recording, edit, load, plan, record
+from hookline.record import Recording, edit, load, plan, record, verify
 from hookline.report import describe, plot
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "register_multi_grad_hook",
     "register_parameter_hook",
     "register_tensor_hook",
+    "verify",
 ]

@@ -97,6 +97,20 @@ def test_numpy(place: Any) -> None:
         np.asarray(recorded(torch.bfloat16)[0].rows("0:output"))
 
 
+def test_reading_rows_does_not_make_a_snapshot_real() -> None:
+    """Whose memory is shared with the model until one of them writes; a pointer to it would end that."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with hookline.record(model, "0") as rec, torch.no_grad():
+        for _ in range(2):
+            model(torch.randn(32, 64))
+    kept = [event.value for event in rec]
+    assert all(map(torch._C._is_cow_tensor, kept))
+    rows = rec.rows("0:output")
+    assert torch.equal(rows[[40, 1, 63, 1]], torch.cat(kept)[[40, 1, 63, 1]])
+    assert torch.equal(rows[10:50], torch.cat(kept)[10:50]) and torch.equal(rows[5], kept[0][5])
+    assert all(map(torch._C._is_cow_tensor, kept))
+
+
 def test_a_data_loader_shuffles_them(place: Any) -> None:
     rec, want = recorded()
     loader = DataLoader(

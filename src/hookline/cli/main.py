@@ -4,12 +4,14 @@
   hookline plan train.py         say what a step would record
   hookline show run.hookline     print what was recorded
   hookline plot run.hookline     draw it
+  hookline export run.hookline   write it for NumPy, Parquet, Zarr or safetensors
   hookline verify run.hookline   look for damage in it
+  hookline repair run.hookline   make a new one of what is whole in it
   hookline help COMMAND          options and examples of a command
   hookline --version             the version
 
-The exit status is that of the script for run and plan, 1 for damage that verify found, and 2 for a mistake in
-what was asked for.
+The exit status is that of the script for run and plan, 1 for damage that verify found or for what repair could
+not save, and 2 for a mistake in what was asked for.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
-from hookline.cli import plan, plot, run, show, verify
+from hookline.cli import export, plan, plot, repair, run, show, verify
 from hookline.cli.parser import name_of
 from hookline.errors import HooklineError, OptionError
 from hookline.sites import nearest
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: tuple[ModuleType, ...] = (run, plan, show, plot, verify)
+COMMANDS: tuple[ModuleType, ...] = (run, plan, show, plot, export, verify, repair)
 
 _MISTAKE = 2
 _BROKEN_PIPE = 141

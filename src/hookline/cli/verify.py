@@ -1,32 +1,50 @@
 """Look for damage: read every byte of a recording and compare it with its checksums.
 
   hookline verify run.hookline
+  hookline verify run.hookline --recompute check.py:model_and_inputs -n 1000
 
 One line for each thing that is wrong, and one that sums up. The exit status is 0 when nothing is wrong, 1 when
 something is, and 2 when there is no recording of that name. An append that was cut off when its process was killed is
 no damage: the recording ends before it, and a line says so.
+
+With --recompute, random rows of inputs and outputs are computed again and compared bit for bit. The function returns
+(model, inputs): the model as it was recorded, in eval mode if it was, and a list with the arguments of each step: a
+tuple, a dict of keyword arguments, or the only argument. Its file is run; the recording runs nothing.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import importlib.util
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hookline.cli.parser import Parser, encodable, parser_of
-from hookline.report.text import plural, size_text
-from hookline.store import Report
-from hookline.store import verify as look
+from hookline.errors import OptionError
+from hookline.record import verify as look
 
 __all__ = ["main", "parser"]
 
-_DAMAGED = 1
+_WRONG = 1
+_MODULE = "hookline_recompute"
 
 
 def parser() -> Parser:
     """The options."""
-    made = parser_of(sys.modules[__name__], "DIR")
+    made = parser_of(sys.modules[__name__], "DIR [options]")
     made.add_argument("folder", metavar="DIR", help="a recording, such as run.hookline")
+    made.add_argument(
+        "--recompute", metavar="FILE.py:FUNCTION", help="compute rows again with the (model, inputs) that it returns"
+    )
+    made.add_argument("-n", "--rows", type=int, default=100, metavar="N", help="how many rows (default: 100)")
+    made.add_argument("--seed", type=int, default=0, metavar="N", help="repeats the choice of the rows (default: 0)")
+    made.add_argument(
+        "--tolerance", metavar="RTOL,ATOL", help="relative and absolute, such as 1e-5,1e-8 (default: the same bits)"
+    )
     return made
 
 
@@ -40,20 +58,55 @@ def main(argv: Sequence[str], *, own_process: bool) -> int:
     Returns:
         Exit status: 1 when something is wrong.
     """
-    folder = parser().parse_args(argv).folder
-    report = look(folder)
-    for problem in report.problems:
-        print(encodable(" ".join(problem.split())))
-    for manifest in report.torn:
-        print(
-            encodable(f"{manifest}: its last line is unfinished and does not count: an append was cut off or goes on")
-        )
-    print(encodable(f"{Path(folder).name or folder}: {_summary(report)}"), flush=True)
-    return _DAMAGED if report.problems else 0
+    given = parser().parse_args(argv)
+    folder = given.folder
+    if given.recompute is None:
+        found = look(folder)
+    else:
+        tolerance = _tolerance(given)
+        with _called(given.recompute) as (model, inputs):
+            found = look(folder, model=model, inputs=inputs, rows=given.rows, seed=given.seed, tolerance=tolerance)
+    *lines, summary = str(found).split("\n")
+    for line in lines:
+        print(encodable(line))
+    print(encodable(f"{Path(folder).name or folder}: {summary}"), flush=True)
+    return 0 if found else _WRONG
 
 
-def _summary(report: Report) -> str:
-    counts = {"writer": report.writers, "event": report.events, "shard": report.shards}
-    listed = [*(plural(count, noun) for noun, count in counts.items()), size_text(report.nbytes)]
-    found = plural(len(report.problems), "problem") if report.problems else "no problem"
-    return f"{', '.join(listed)}: {found} found"
+def _tolerance(given: argparse.Namespace) -> tuple[float, float] | None:
+    if given.tolerance is None:
+        return None
+    try:
+        relative, absolute = map(float, given.tolerance.split(","))
+    except ValueError:
+        raise OptionError(f"--tolerance is two numbers, such as 1e-5,1e-8; got {given.tolerance}") from None
+    return relative, absolute
+
+
+@contextlib.contextmanager
+def _called(text: str) -> Iterator[tuple[Any, Any]]:
+    """What the function returns; while it and its model are used, its file is a module that finds its neighbours."""
+    file, _, name = text.rpartition(":")
+    if not (file.endswith(".py") and name):
+        raise OptionError(f"--recompute is FILE.py:FUNCTION, such as check.py:model_and_inputs; got {text}")
+    if not os.path.isfile(file):
+        raise OptionError(f"--recompute: there is no file {file}. Working folder: {os.getcwd()}")
+    spec = importlib.util.spec_from_file_location(_MODULE, os.path.abspath(file))
+    assert spec is not None and spec.loader is not None
+    module, before = importlib.util.module_from_spec(spec), list(sys.path)
+    sys.modules[_MODULE] = module
+    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
+    try:
+        spec.loader.exec_module(module)
+        if not callable(function := getattr(module, name, None)):
+            raise OptionError(f"--recompute: {file} has no function {name}")
+        yield _pair(function(), text)
+    finally:
+        sys.path[:] = before
+        del sys.modules[_MODULE]
+
+
+def _pair(returned: Any, text: str) -> tuple[Any, Any]:
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise OptionError(f"--recompute: {text} returned {type(returned).__name__}, wanted (model, inputs)")
+    return returned

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -54,16 +52,8 @@ class Event:
         """The tensor at a place among the leaves."""
         return self.leaves()[place][1]
 
-    def span(self, place: int) -> tuple[npt.NDArray[np.uint8], int] | None:
-        """The tensor's memory as bytes, and where in them it begins; None where it is not plain memory of the CPU.
-
-        The bytes are not to be written.
-        """
-        tensor = self.leaf(place).detach()
-        plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
-        if not plain or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
-            return None
-        return tensor.reshape(-1).view(torch.uint8).numpy(), 0
+    def span(self, place: int) -> None:
+        """None: to hand out a pointer to a tensor's memory would make a copy-on-write snapshot real."""
 
     def layouts(self) -> list[tuple[str, torch.dtype, torch.Size]]:
         """Value path, dtype and shape of each tensor in the value."""

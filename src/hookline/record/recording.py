@@ -17,15 +17,17 @@ from hookline.record.batch import Batch
 from hookline.record.call import ModuleRecord
 from hookline.record.coverage import Coverage
 from hookline.record.dataset import Batches
-from hookline.record.ends import at_the_end
+from hookline.record.export import export
 from hookline.record.log import Log
 from hookline.record.rows import Rows
+from hookline.record.step_parts import StepParts
 from hookline.record.stream import Pressure
+from hookline.record.tables import to_pandas, to_polars
 from hookline.report.rows import choose, select_events
 from hookline.sites import PORTS, ROOT_LABEL, Pattern, Site, label, match_paths, nearest
 from hookline.store import ModuleInfo
 
-__all__ = ["Recording", "StepParts", "load", "module_info"]
+__all__ = ["Recording", "module_info"]
 
 
 class Recording:
@@ -244,6 +246,46 @@ class Recording:
         """
         store.save(path, info=self.info, modules=self.modules, events=self.events, overwrite=overwrite)
 
+    def export(self, path: str | os.PathLike[str], to: str, *, sites: Pattern = "**", bf16: str | None = None) -> None:
+        """Write what was recorded for other programs, exactly or not at all; memory is bounded.
+
+        Args:
+            path: File or folder to make. Nothing may be there, and nothing stays there after an error.
+            to: ``"npz"`` and ``"safetensors"`` are one file, in which each tensor of each event has a name
+                ``STEP/SITE/CALL/VALUEPATH``; ``"parquet"`` is a folder with a file for each site, one line for each row
+                of its values; ``"zarr"`` is a store with a group for each site.
+            sites: Patterns over the recorded paths, as for ``select``.
+            bf16: What bfloat16 becomes where the format does not have it: ``"float32"``, each value exactly, or
+                ``"uint16"``, the bits.
+
+        Raises:
+            SiteError: Nothing that was recorded is named.
+            OptionError: The format has no exact type for a tensor, the values of a site do not fit together as rows,
+                something of that name exists, or an option cannot be used.
+            HooklineError: The package that writes the format is not installed.
+            FormatError: The place cannot be written to.
+        """
+        export(self, path, to, sites=sites, bf16=bf16)
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` with a line for each tensor of each event: its place, layout and statistics.
+
+        The columns are order, step, path, port, call, backward, leaf, dtype, shape, numel, mean, std, min, max, l2,
+        nan, inf, zeros and nbytes. Of a recording on disk, no tensor is read.
+
+        Raises:
+            HooklineError: pandas is not installed.
+        """
+        return to_pandas(self.events)
+
+    def to_polars(self) -> Any:
+        """The same as ``to_pandas`` as a ``polars.DataFrame``.
+
+        Raises:
+            HooklineError: polars is not installed.
+        """
+        return to_polars(self.events)
+
     def watched_by(self, recorder: Any, **info: Any) -> None:
         """A recorder begins to fill the recording, or None does; recorders do this."""
         self._recorder = None if recorder is None else weakref.ref(recorder)
@@ -323,51 +365,6 @@ class Recording:
         if recorder is None:
             raise OptionError(f"{what} is for a recording that is going on; use it inside `with hookline.record(...)`.")
         return recorder
-
-
-class StepParts(Mapping[int, Recording]):
-    """The steps of a recording: a mapping from numbers to the part of each."""
-
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-        self._numbers = sorted({event.step for event in recording.events})
-
-    def __getitem__(self, step: int) -> Recording:
-        if step not in self._numbers:
-            near = sorted(self._numbers, key=lambda other: abs(other - step))[:3] if isinstance(step, int) else []
-            shown = ", ".join(map(str, sorted(near))) or "none"
-            raise SiteError(f"there are no values of step {step!r}; nearest of the recorded steps: {shown}.")
-        return self._recording.select(steps=step)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._numbers)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __eq__(self, other: object) -> bool:
-        return list(self) == other if isinstance(other, list) else super().__eq__(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(self._numbers)
-
-
-def load(path: str | os.PathLike[str]) -> Recording:
-    """Open a recording on disk. Tensors are mapped from the files when they are asked for; no code of it is run.
-
-    Args:
-        path: Folder that ``Recording.save`` or ``hookline run`` has written.
-
-    Raises:
-        FormatError: There is none, or it is truncated, foreign or inconsistent.
-    """
-    parts = store.open_recording(path)
-    info = parts.info if not parts.ends else {**parts.info, **at_the_end(parts.ends)}
-    if parts.torn:
-        info = {**info, "torn": [str(manifest) for manifest in parts.torn]}
-    return Recording(modules=parts.modules, info=info, events=parts.events)
 
 
 def module_info(module: nn.Module, aliases: tuple[str, ...] = ()) -> ModuleInfo:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor
 
 from hookline.errors import ArgumentError, OptionError, SiteError
+from hookline.record.columns import arrow_table
+from hookline.record.spans import Spans, groups
 from hookline.report.text import plural
 from hookline.sites import Site
 from hookline.spelling import kind
@@ -21,7 +22,6 @@ from hookline.store.format import SAMPLES
 
 __all__ = ["RowPlace", "Rows"]
 
-_NONE, _UNKNOWN = -1, -2
 _OPEN = 1024
 """Values that are kept at hand; on disk, each is a view of a mapped file."""
 _LARGEST_ITEM = 2**31 - 1
@@ -92,7 +92,7 @@ class Rows(Sequence[Tensor]):
         # of a function that does not hold us, or only the garbage collector could free the values
         self._value = functools.lru_cache(maxsize=_OPEN)(functools.partial(_read, self._values))
         self._identity = functools.lru_cache(maxsize=_OPEN)(functools.partial(_identity, self._values, self.leaf))
-        self._spans = _Spans(self._values)
+        self._spans = Spans(self._values)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_value", "_identity", "_spans")}
@@ -157,7 +157,7 @@ class Rows(Sequence[Tensor]):
             chosen = self._numbers([index] if isinstance(index, (int, np.integer)) else index)
         values = np.searchsorted(self._ends, chosen, side="right")
         parts: dict[str, Any] = {}
-        for value, here in _groups(values):
+        for value, here in groups(values):
             rows = chosen[here] - self._begins[value]
             for name, column in self._identity(value).items():
                 parts.setdefault(
@@ -207,6 +207,35 @@ class Rows(Sequence[Tensor]):
                 "rows[:].view(torch.uint16).numpy()."
             ) from error
         return found if dtype is None else found.astype(dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """All rows for another library, such as ``jax.dlpack.from_dlpack(rows)``.
+
+        Raises:
+            BufferError: A copy is forbidden.
+        """
+        if options.get("copy") is False:
+            raise BufferError(f"{self.site}: rows of several values are always copied; leave copy=False out.")
+        return self[:].detach().resolve_conj().resolve_neg().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        """Where ``__dlpack__`` puts the rows."""
+        return self._value(0).__dlpack_device__()
+
+    def to_arrow(self, *, bf16: str | None = None) -> Any:
+        """All rows as a ``pyarrow.Table``.
+
+        Its columns are step, call, backward, row (within the value) and value: a list of fixed size, row by row, whose
+        shape stands in the metadata of the schema as ``hookline.shape``.
+
+        Args:
+            bf16: What bfloat16 becomes, which Arrow does not have: ``"float32"`` or its bits, ``"uint16"``.
+
+        Raises:
+            OptionError: Arrow has no exact type for the rows.
+            HooklineError: pyarrow is not installed.
+        """
+        return arrow_table(self, bf16)
 
     def __repr__(self) -> str:
         return f"<{plural(len(self), 'row')} of {self.site}, {self.leaf}: {self.dtype} {list(self.shape[1:])} each>"
@@ -273,77 +302,20 @@ class Rows(Sequence[Tensor]):
         spans, starts = self._spans.of(values)
         size = self._row_size
         if (spans < 0).any() or size > _LARGEST_ITEM:
-            return torch.stack([self._value(value)[row] for value, row in zip(values, rows, strict=True)])
+            return self._indexed(values, torch.from_numpy(rows))
         if not size:
             return torch.empty((numbers.size, *self.shape[1:]), dtype=self.dtype)
         found = self._spans.gather(spans, starts + rows * size, size)
         return torch.from_numpy(found).view(self.dtype).view(numbers.size, *self.shape[1:])
 
-
-class _Spans:
-    """Where the bytes of the values lie: several lie in one file.
-
-    Attributes:
-        memory: Pieces of memory, as bytes.
-    """
-
-    def __init__(self, values: list[tuple[Any, int]]) -> None:
-        self.memory: list[npt.NDArray[np.uint8]] = []
-        self._values = values
-        self._by_id: dict[int, int] = {}
-        self._span = np.full(len(values), _UNKNOWN, dtype=np.int64)
-        self._start = np.zeros(len(values), dtype=np.int64)
-
-    def of(self, values: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Number of the piece of memory of each value, -1 where it has none, and where in it the value begins."""
-        for value in np.unique(values[self._span[values] == _UNKNOWN]).tolist():
-            event, place = self._values[value]
-            found = event.span(place)
-            self._span[value] = _NONE if found is None else self._number(found[0])
-            self._start[value] = 0 if found is None else found[1]
-        return self._span[values], self._start[values]
-
-    def gather(self, spans: npt.NDArray[np.int64], begins: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.uint8]:
-        """Pieces of ``size`` bytes, one behind the other."""
-        if (spans == spans[0]).all():
-            return self._pieces(int(spans[0]), size)[begins].view(np.uint8)
-        found = np.empty(len(spans), np.dtype((np.void, size)))
-        for span, chosen in _groups(spans):
-            found[chosen] = self._pieces(span, size)[begins[chosen]]
-        return found.view(np.uint8)
-
-    def joined(
-        self, spans: npt.NDArray[np.int64], begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-    ) -> Tensor:
-        """Pieces of any size, one behind the other, as bytes; what lies so already is copied at once."""
-        apart = (np.diff(spans) != 0) | (begins[1:] != begins[:-1] + sizes[:-1])
-        firsts = np.concatenate(([0], np.flatnonzero(apart) + 1))
-        found, used = torch.empty(int(sizes.sum()), dtype=torch.uint8), 0
-        lengths = np.add.reduceat(sizes, firsts)
-        for span, begin, length in zip(spans[firsts].tolist(), begins[firsts].tolist(), lengths.tolist(), strict=True):
-            found[used : used + length].copy_(torch.from_numpy(self.memory[span][begin : begin + length]))
-            used += length
+    def _indexed(self, values: npt.NDArray[np.int64], rows: Tensor) -> Tensor:
+        """A row of each of the values, by indexing: no pointer to their memory is handed out."""
+        first = self._value(int(values[0]))
+        found = torch.empty((len(values), *self.shape[1:]), dtype=self.dtype, device=first.device)
+        for value, here in groups(values):
+            places = torch.from_numpy(here)
+            found[places.to(found.device)] = self._value(value)[rows[places].to(found.device)]
         return found
-
-    def _pieces(self, span: int, size: int) -> npt.NDArray[np.void]:
-        """Every piece of so many bytes, by its first byte; as one element each, which NumPy copies at once."""
-        memory = self.memory[span]
-        return np.ndarray((len(memory) - size + 1,), np.dtype((np.void, size)), buffer=memory, strides=(1,))
-
-    def _number(self, memory: npt.NDArray[np.uint8]) -> int:
-        number = self._by_id.setdefault(id(memory), len(self.memory))
-        if number == len(self.memory):
-            self.memory.append(memory)
-        return number
-
-
-def _groups(keys: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-    """Each key, from 0 on, and the places where it stands."""
-    order = np.argsort(keys, kind="stable")
-    bounds = np.flatnonzero(np.diff(keys[order], prepend=_NONE, append=_NONE))
-    for start, stop in itertools.pairwise(bounds.tolist()):
-        places = order[start:stop]
-        yield int(keys[places[0]]), places
 
 
 def _read(values: list[tuple[Any, int]], value: int) -> Tensor:

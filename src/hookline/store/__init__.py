@@ -10,12 +10,14 @@ from hookline.store.appender import Staged
 from hookline.store.event_like import EventLike
 from hookline.store.format import ModuleInfo
 from hookline.store.reader import StoredEvent, StoredParts, Tail, open_recording
+from hookline.store.repair import Repair, repair
 from hookline.store.verify import Report, verify
 from hookline.store.writer import Writer, check_free, save
 
 __all__ = [
     "EventLike",
     "ModuleInfo",
+    "Repair",
     "Report",
     "Staged",
     "StoredEvent",
@@ -24,6 +26,7 @@ __all__ = [
     "Writer",
     "check_free",
     "open_recording",
+    "repair",
     "save",
     "verify",
 ]

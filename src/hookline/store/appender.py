@@ -18,6 +18,7 @@ from hookline.store import format as layout
 from hookline.store.event_like import EventLike
 from hookline.store.folders import sync_folder
 from hookline.store.format import BATCH, MANIFEST, PORTS, EventLine, Line, ShardLine, TensorLine
+from hookline.store.names import prefix_of, unique
 from hookline.store.reader import StoredEvent, stored_events
 from hookline.store.shard import Shard, write_shard
 from hookline.store.strict_json import LARGEST
@@ -43,7 +44,7 @@ class _Planned(NamedTuple):
 
     def named(self, taken: set[str]) -> list[tuple[str, str, Stored]]:
         """Name in the shard, value path and form of each tensor; the names are added to those taken."""
-        return [(_unique(self.prefix + path, taken), path, kept) for path, kept in self.tensors]
+        return [(unique(self.prefix + path, taken), path, kept) for path, kept in self.tensors]
 
     @property
     def nbytes(self) -> int:
@@ -320,8 +321,7 @@ def _plan(event: EventLike) -> _Planned:
     if len(paths) != len(kept):
         found = f"{site}: its value has {len(kept)} tensors, its leaves() are {len(paths)}"
         raise ArgumentError(f"{found}. Make {type(event).__name__}.leaves() give the tensors of its value.")
-    call = f"{event.call}.b{event.backward}" if event.backward else f"{event.call}"
-    return _Planned(event, structure, list(zip(paths, kept, strict=True)), f"{event.step}/{site}/{call}/")
+    return _Planned(event, structure, list(zip(paths, kept, strict=True)), prefix_of(event))
 
 
 def _check_place(event: EventLike) -> None:
@@ -331,17 +331,6 @@ def _check_place(event: EventLike) -> None:
     for name, number in numbers.items():
         if type(number) is not int or not 0 <= number <= LARGEST:
             raise ArgumentError(f"{name} is {number!r}. Give an int from 0 to 2**63 - 1.")
-
-
-def _unique(name: str, names: set[str]) -> str:
-    """A name that is not taken in the shard; what UTF-8 cannot hold is written as an escape."""
-    name = found = name.encode("utf-8", "backslashreplace").decode()
-    number = 1
-    while found in names:
-        number += 1
-        found = f"{name}~{number}"
-    names.add(found)
-    return found
 
 
 def _part(batch: list[_Planned], shard: str) -> _Part:

@@ -116,7 +116,7 @@ def make_draft(folder: Path, head: bytes, writer: str) -> Path:
     draft = hidden(folder, "new")
     try:
         draft.mkdir()
-        _write_synced(draft / HEAD, head)
+        write_synced(draft / HEAD, head)
         add_writer(draft, writer)
     except BaseException:
         remove(draft)
@@ -128,7 +128,7 @@ def add_writer(folder: Path, writer: str) -> None:
     """Make a writer's folder, of a new name, with an empty manifest."""
     (folder / writer).mkdir()
     try:
-        _write_synced(folder / writer / MANIFEST, b"")
+        write_synced(folder / writer / MANIFEST, b"")
         sync_folder(folder / writer)
         sync_folder(folder)
     except BaseException:
@@ -151,7 +151,7 @@ def write_whole(path: Path, data: bytes, *, draft: Path | None = None) -> None:
     """
     draft = path.with_name(f".{path.name}.tmp") if draft is None else draft
     try:
-        _write_synced(draft, data)
+        write_synced(draft, data)
         os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
@@ -187,7 +187,8 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file and wait until the disk has it; its name, the folder has to be synced."""
     with open(path, "xb", buffering=0) as file:
         write_all(file, data)
         os.fsync(file.fileno())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 from hookline.store.dtypes import CODE_SIZE, parse_shape
@@ -45,13 +45,15 @@ class Header(NamedTuple):
     start: int
 
 
-def build(tensors: Iterable[tuple[str, str, tuple[int, ...]]], place: object) -> bytes:
+def build(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], place: object, metadata: Mapping[str, str] | None = None
+) -> bytes:
     """Length and header of a file with the given (name, code, shape), whose data follow in the same order.
 
     Raises:
         FormatError: The header would be longer than the safetensors library reads.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, code, shape in tensors:
         begin, end = end, end + math.prod(shape) * CODE_SIZE[code]

@@ -54,7 +54,7 @@ def verify(folder: str | os.PathLike[str]) -> Report:
         FormatError: There is no recording of that name.
     """
     path = reader.place_of_recording(folder)
-    search = _Search()
+    search = Search()
     with search.noting(path):
         _check_head(path)
     writers: list[Path] = []
@@ -86,8 +86,16 @@ def _orphans(folder: Path, writers: list[Path]) -> Iterator[str]:
             yield str(fault(path / MANIFEST, "this part of the recording is missing, its shards are there"))
 
 
-class _Search:
-    """What was found so far."""
+class Search:
+    """What was found so far.
+
+    Attributes:
+        problems: As of `Report`.
+        torn: As of `Report`.
+        events: As of `Report`.
+        shards: As of `Report`.
+        nbytes: As of `Report`.
+    """
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -113,9 +121,13 @@ class _Search:
                 commit = reader.parse_commit(text, place, seen)
                 self.events += len(commit.events)
                 for shard in commit.shards:
-                    with self.noting(writer / shard.file):
-                        self._check_shard(writer, shard, commit)
+                    self.check_shard(writer, shard, commit)
                 _check_sealed(text, place)
+
+    def check_shard(self, writer: Path, entry: ShardLine, commit: Commit) -> None:
+        """Read all of a shard, and compare it with the line that names it."""
+        with self.noting(writer / entry.file):
+            self._check_shard(writer, entry, commit)
 
     def _check_shard(self, writer: Path, entry: ShardLine, commit: Commit) -> None:
         self.shards, self.nbytes = self.shards + 1, self.nbytes + entry.nbytes
