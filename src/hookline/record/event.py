@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.stats.summary import Summary, summarize
+from hookline.stats.compute import summarize
+from hookline.stats.summary import Summary
 from hookline.values import walk
 
 __all__ = ["Event"]

@@ -29,7 +29,8 @@ from hookline.report.plot.canvas import (
 from hookline.report.plot.reading import Array
 from hookline.report.text import plural, printable, shorten, trouble_text
 from hookline.sites import PORTS, label
-from hookline.stats.summary import Summary, as_float64, merge, pieces
+from hookline.stats.pieces import as_float64, pieces
+from hookline.stats.summary import Summary, merge
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
