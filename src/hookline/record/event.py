@@ -47,6 +47,8 @@ class Event:
     def leaves(self) -> list[tuple[str, Tensor]]:
         """Value path and tensor of each tensor in the value."""
         root = "args" if self.port in ("input", "grad_input") else "output"
+        if type(self.value) is Tensor:
+            return [(root, self.value)]
         return [(path, leaf) for path, leaf in walk(self.value, root) if isinstance(leaf, Tensor)]
 
     def leaf(self, place: int) -> Tensor:
@@ -59,6 +61,10 @@ class Event:
     def layouts(self) -> list[tuple[str, torch.dtype, torch.Size]]:
         """Value path, dtype and shape of each tensor in the value."""
         return [(path, leaf.dtype, leaf.shape) for path, leaf in self.leaves()]
+
+    def known_summaries(self) -> dict[str, Summary] | None:
+        """Statistics by value path, if somebody has asked for them."""
+        return self._summaries
 
     def summaries(self) -> dict[str, Summary]:
         """Statistics of each tensor, by value path."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ _SMALL = 64 << 10
 _WHOLE = {"U8": torch.uint8, "U16": torch.int16}
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A tensor as it is stored.
 
     Attributes:
@@ -104,7 +103,7 @@ def _from_subclass(tensor: Tensor) -> Stored:
             return _densified(tensor)
         for plain in ("to_local", "wait"):  # DTensor; the result of a collective that may still be on its way
             if hasattr(tensor, plain):
-                return dataclasses.replace(stored(getattr(tensor, plain)()), converted_from=origin)
+                return stored(getattr(tensor, plain)())._replace(converted_from=origin)
         if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided:
             # a subclass of Python only: copying into a plain tensor is the public way to its values
             return _plain(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor), origin)
@@ -125,6 +124,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return (len(parts), *(max(sizes) for sizes in zip(*parts, strict=True)))
 
 
+@functools.cache
 def _name(thing: torch.dtype | torch.layout) -> str:
     return str(thing).removeprefix("torch.")
 
@@ -157,7 +157,8 @@ class Stage:
 
     def add(self, tensor: Tensor) -> None:
         """Append the elements of a tensor without gradient, in row-major order."""
-        plain = tensor.resolve_conj().resolve_neg().contiguous()
+        plain = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+        plain = plain.contiguous()
         # with one element or none, any stride counts as contiguous
         data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
         size, done = data.shape[0], 0
