@@ -73,31 +73,29 @@ def summarize_all(tensors: Sequence[Tensor]) -> list[Summary]:
         ArgumentError: One of them is no tensor.
     """
     found: list[Summary | None] = [None] * len(tensors)
-    alike: dict[tuple[torch.dtype, int], list[int]] = {}
+    alike: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
     for number, tensor in enumerate(tensors):
-        if _is_small(tensor):
-            alike.setdefault((tensor.dtype, tensor.numel()), []).append(number)
-    for (_, size), numbers in alike.items():
-        count = _TOGETHER // size
+        if type(tensor) is Tensor and _is_small(tensor):
+            alike.setdefault((tensor.dtype, tensor.shape), []).append(number)
+    for (_, shape), numbers in alike.items():
+        count = _TOGETHER // shape.numel()
         for start in range(0, len(numbers), count):
             some = numbers[start : start + count]
             with contextlib.suppress(RuntimeError, NotImplementedError), torch.no_grad():  # each says why below
-                rows = torch.stack([tensors[number].detach().reshape(-1) for number in some])
+                rows = torch.stack([tensors[number] for number in some]).view(len(some), -1)
                 for number, summary in zip(some, _summarize_rows(rows), strict=True):
                     found[number] = summary
     return [summarize(tensors[n]) if summary is None else summary for n, summary in enumerate(found)]
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Whether it can be a row among others."""
+    """Whether a plain tensor can be a row among others."""
     return (
-        type(tensor) is Tensor
-        and 0 < tensor.numel() <= _SMALL
-        and tensor.device.type == "cpu"
+        tensor.is_cpu
         and tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_nested)
+        and not (tensor.is_nested or tensor.is_quantized)
+        and 0 < tensor.numel() <= _SMALL
         and tensor.is_contiguous()
-        and _has_memory(tensor)
     )
 
 

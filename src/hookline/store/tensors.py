@@ -153,20 +153,25 @@ class Stage:
         self._size = min(size, _STAGE)
         self._bytes = torch.empty(self._size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._used = 0
-        self._small: list[Tensor] = []  # they belong to the end of what is used, and are not copied yet
+        self._small: list[Tensor] = []  # of one dtype, at the end of what is used, and not copied yet
 
     def add(self, tensor: Tensor) -> None:
         """Append the elements of a tensor without gradient, in row-major order."""
         plain = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
-        plain = plain.contiguous()
+        size = plain.numel() * plain.itemsize
+        if plain.is_cpu and size <= min(_SMALL, self._size - self._used) and not self._used % plain.itemsize:
+            if self._small and self._small[0].dtype != plain.dtype:
+                self._gather()
+            self._small.append(plain.flatten())
+            self._used += size
+        else:
+            self._gather()
+            self._add_large(plain.contiguous())
+
+    def _add_large(self, plain: Tensor) -> None:
         # with one element or none, any stride counts as contiguous
         data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
         size, done = data.shape[0], 0
-        if size <= min(_SMALL, self._size - self._used) and data.device.type == "cpu":
-            self._small.append(data)
-            self._used, done = self._used + size, size
-        else:
-            self._gather()
         while done < size:
             count = min(size - done, self._size - self._used)
             self._bytes[self._used : self._used + count].copy_(data[done : done + count])
@@ -182,8 +187,9 @@ class Stage:
 
     def _gather(self) -> None:
         if self._small:
-            size = sum(data.shape[0] for data in self._small)
-            torch.cat(self._small, out=self._bytes[self._used - size : self._used])
+            dtype = self._small[0].dtype
+            size = sum(data.shape[0] for data in self._small) * dtype.itemsize
+            torch.cat(self._small, out=self._bytes[self._used - size : self._used].view(dtype))
             self._small = []
 
 
