@@ -22,8 +22,8 @@ from hookline.record import Recording, Rows
 __all__ = ["in_order", "random_rows", "shuffled"]
 
 SITE = "0:output"
-ROWS, CHOSEN, RANGE, BATCH = 64, 2048, 4096, 256
-"""Rows of a value; rows that are chosen at random; rows of a range; rows of a batch."""
+ROWS, LARGE, CHOSEN, RANGE, BATCH = 64, 2048, 2048, 4096, 256
+"""Rows of a value, and of a large one; rows that are chosen at random; rows of a range; rows of a batch."""
 FEW, FAST, SHUFFLED = at_most(2), at_least(0.8), at_least(0.7)
 
 
@@ -75,20 +75,26 @@ def random_rows(quick: bool, folder: Path) -> Iterator[Measured]:
 def in_order(quick: bool, folder: Path) -> Iterator[Measured]:
     """Every row in order, each byte summed, against the raw file; both are opened and mapped anew in each round."""
     rounds = 3 if quick else 15
-    files = _recorded(folder / "in-order", 512, torch.float32, 8 if quick else 2000)
-    ways: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
-        f"rows in ranges of {RANGE:,}": (
-            lambda: _time_of(files.rows(), lambda rows: _sum(_ranges(rows, RANGE))),
-            lambda: timed(lambda: _sum(_ranges(files.map(), RANGE))),
-        ),
-        f"values of {ROWS} rows one by one": (
-            lambda: _time_of(files.load(), lambda rec: _sum(event.value for event in rec)),
-            lambda: timed(lambda: _sum(_ranges(files.map(), ROWS))),
-        ),
-    }
-    for name, (ours, raw) in ways.items():
-        times = in_turn({"ours": ours, "raw": raw}, rounds)
-        yield _speed(f"speed of reading in order, {name}, {files.told()}", "a mapped file", files, times)
+    for count, steps in ((ROWS, 2000), (LARGE, 64)):
+        files = _recorded(folder / f"in-order-{count}", 512, torch.float32, 8 if quick else steps, count)
+        ways: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
+            f"rows.split({RANGE:,})": (
+                lambda files=files: _time_of(files.rows(), lambda rows: _sum(rows.split(RANGE))),
+                lambda files=files: timed(lambda: _sum(_ranges(files.map(), RANGE))),
+            ),
+            f"rows[start : start + {RANGE:,}], a copy": (
+                lambda files=files: _time_of(files.rows(), lambda rows: _sum(_ranges(rows, RANGE))),
+                lambda files=files: timed(lambda: _sum(_ranges(files.map(), RANGE))),
+            ),
+            "values one by one": (
+                lambda files=files: _time_of(files.load(), lambda rec: _sum(event.value for event in rec)),
+                lambda files=files, count=count: timed(lambda: _sum(_ranges(files.map(), count))),
+            ),
+        }
+        for name, (ours, raw) in ways.items():
+            times = in_turn({"ours": ours, "raw": raw}, rounds)
+            what = f"speed of reading in order, {name}, {files.told()}, {count:,} in a value"
+            yield _speed(what, "a mapped file", files, times)
 
 
 def shuffled(quick: bool, folder: Path) -> Iterator[Measured]:
@@ -140,11 +146,11 @@ def _epoch(files: _Files, *, shuffle: bool) -> float:
     return timed(lambda: [None for _ in DataLoader(dataset, batch_size=None)])
 
 
-def _recorded(folder: Path, width: int, dtype: torch.dtype, steps: int) -> _Files:
+def _recorded(folder: Path, width: int, dtype: torch.dtype, steps: int, count: int = ROWS) -> _Files:
     model = nn.Sequential(nn.Identity())
     with hookline.record(model, "0") as rec:
         for _ in range(steps):
-            model(torch.randn(ROWS, width).to(dtype))
+            model(torch.randn(count, width).to(dtype))
     rec.save(folder / "run.hookline")
     files = _Files(folder / "run.hookline", folder / "raw", dtype, width)
     rec.rows(SITE)[:].view(torch.uint8).numpy().tofile(files.raw)

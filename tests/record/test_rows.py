@@ -64,6 +64,31 @@ def test_every_way_to_index(place: Any, dtype: torch.dtype) -> None:
     assert torch.equal(torch.stack(list(rows)), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_rows_in_order(place: Any, dtype: torch.dtype) -> None:
+    rec, want = recorded(dtype)
+    rows = place(rec).rows("0:output")
+    for size in (1, 2, 3, 5, 11, 100):
+        parts = list(rows.split(size))
+        assert [len(part) for part in parts] == [len(part) for part in want.split(size)]
+        assert torch.equal(torch.cat(parts), want)
+    for wrong in (0, -1, 2.0, True):
+        with pytest.raises(ArgumentError, match=r"^0:output: split takes a whole number of rows from 1 on, got "):
+            next(rows.split(wrong))
+
+
+def test_rows_in_order_are_not_copied_where_they_lie_in_one_piece(tmp_path: Path) -> None:
+    model = nn.Identity()
+    with hookline.record(model) as rec:
+        for _ in range(4):
+            model(torch.randn(3, 8))
+    rec.save(tmp_path / "run.hookline")
+    for rows, size in ((hookline.load(tmp_path / "run.hookline").rows(":output"), 12), (rec.rows(":output"), 3)):
+        once, again = list(rows.split(size)), list(rows.split(size))
+        assert [part.data_ptr() for part in once] == [part.data_ptr() for part in again]
+        assert rows[:].data_ptr() != once[0].data_ptr()
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(-11, 10)))
 def test_any_numbers(numbers: list[int]) -> None:

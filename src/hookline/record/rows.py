@@ -250,10 +250,36 @@ class Rows(Sequence[Tensor]):
         value = int(np.searchsorted(self._ends, index, side="right"))
         return value, index - int(self._begins[value])
 
+    def split(self, size: int) -> Iterator[Tensor]:
+        """All rows in order, so many at a time, the fastest way to read them; the last tensor may be smaller.
+
+        As with ``torch.split``, rows that lie in one piece are not copied: do not write into them, and clone what you
+        change. ``rows[start:stop]`` gives a copy.
+
+        Args:
+            size: Rows of each tensor, from 1 on.
+
+        Raises:
+            ArgumentError: It is no such number.
+        """
+        if type(size) is not int or size < 1:
+            raise ArgumentError(f"{self.site}: split takes a whole number of rows from 1 on, got {size!r}.")
+        for start in range(0, len(self), size):
+            yield self._seen(start, min(start + size, len(self)))
+
+    def _seen(self, start: int, stop: int) -> Tensor:
+        """Some rows, at least one, as a view where that is possible."""
+        value, row = self._find(start)
+        if stop <= self._ends[value]:
+            return self._value(value)[row : row + stop - start]
+        pieces = self._pieces(start, stop)
+        found = None if pieces is None else self._spans.seen(*pieces, dtype=self.dtype)
+        return self._range(start, stop) if found is None else found.view(stop - start, *self.shape[1:])
+
     def _range(self, start: int, stop: int) -> Tensor:
-        found = self._copied(start, stop) if self._stored and start < stop else None
-        if found is not None:
-            return found
+        pieces = self._pieces(start, stop)
+        if pieces is not None:
+            return self._spans.joined(*pieces).view(self.dtype).view(stop - start, *self.shape[1:])
         parts = []
         while start < stop:
             value, row = self._find(start)
@@ -262,8 +288,12 @@ class Rows(Sequence[Tensor]):
             start = end
         return torch.cat(parts) if parts else self._value(0)[:0].clone()
 
-    def _copied(self, start: int, stop: int) -> Tensor | None:
-        """Rows of several values, copied in as few pieces as they lie in the files; None for one value or no data."""
+    def _pieces(
+        self, start: int, stop: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
+        """Where the rows of several values lie, with their sizes in bytes; None for one value or no data."""
+        if not self._stored or start >= stop:
+            return None
         first, last = self._find(start)[0], self._find(stop - 1)[0] + 1
         if last - first == 1:
             return None
@@ -273,8 +303,7 @@ class Rows(Sequence[Tensor]):
         size = self._row_size
         skipped = np.maximum(start - self._begins[first:last], 0)
         counts = np.minimum(self._ends[first:last], stop) - self._begins[first:last] - skipped
-        found = self._spans.joined(spans, begins + skipped * size, counts * size)
-        return found.view(self.dtype).view(stop - start, *self.shape[1:])
+        return spans, begins + skipped * size, counts * size
 
     def _numbers(self, index: Any) -> npt.NDArray[np.int64]:
         try:

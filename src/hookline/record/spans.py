@@ -48,11 +48,25 @@ class Spans:
             found[chosen] = self._pieces(span, size)[begins[chosen]]
         return found.view(np.uint8)
 
+    def seen(
+        self,
+        spans: npt.NDArray[np.int64],
+        begins: npt.NDArray[np.int64],
+        sizes: npt.NDArray[np.int64],
+        *,
+        dtype: torch.dtype,
+    ) -> Tensor | None:
+        """Pieces of any size as one view; None where they do not lie one behind the other, or askew."""
+        begin = int(begins[0])
+        if _apart(spans, begins, sizes).any() or begin % dtype.itemsize:
+            return None
+        return torch.from_numpy(self.memory[int(spans[0])][begin : begin + int(sizes.sum())]).view(dtype)
+
     def joined(
         self, spans: npt.NDArray[np.int64], begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
     ) -> Tensor:
         """Pieces of any size, one behind the other, as bytes; what lies so already is copied at once."""
-        apart = (np.diff(spans) != 0) | (begins[1:] != begins[:-1] + sizes[:-1])
+        apart = _apart(spans, begins, sizes)
         firsts = np.concatenate(([0], np.flatnonzero(apart) + 1))
         found, used = torch.empty(int(sizes.sum()), dtype=torch.uint8), 0
         lengths = np.add.reduceat(sizes, firsts)
@@ -71,6 +85,14 @@ class Spans:
         if number == len(self.memory):
             self.memory.append(memory)
         return number
+
+
+def _apart(
+    spans: npt.NDArray[np.int64], begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Of each piece but the first, whether it does not lie right behind the one before."""
+    found: npt.NDArray[np.bool_] = (np.diff(spans) != 0) | (begins[1:] != begins[:-1] + sizes[:-1])
+    return found
 
 
 def groups(keys: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:

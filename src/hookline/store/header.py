@@ -84,18 +84,28 @@ def read(file: BinaryIO, size: int, place: object) -> Header:
     if type(parsed) is not dict:
         raise fault(place, f"its header has to be an object, it has {show(parsed)}")
     parsed.pop("__metadata__", None)
-    entries = {name: _entry(entry, f"{place}, tensor {show(name)}") for name, entry in parsed.items()}
+    entries = {name: _entry(entry, _Place(place, name)) for name, entry in parsed.items()}
     _check_cover(entries.values(), size - 8 - length, place)
     return Header(entries, 8 + length)
 
 
-def _entry(entry: Any, place: str) -> Entry:
+class _Place(NamedTuple):
+    """A tensor as messages name it; as text only where there is one."""
+
+    file: object
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, tensor {show(self.name)}"
+
+
+def _entry(entry: Any, place: _Place) -> Entry:
     if type(entry) is not dict:
         raise fault(place, f"an object was expected, it has {show(entry)}")
     code, offsets = entry.get("dtype"), entry.get("data_offsets")
     if type(code) is not str or code not in CODE_SIZE:
         raise fault(place, f"unknown dtype {show(code)}", "Update Hookline: pip install --upgrade hookline.")
-    if type(offsets) is not list or [type(offset) for offset in offsets] != [int, int]:
+    if type(offsets) is not list or [*map(type, offsets)] != [int, int]:
         raise fault(place, '"data_offsets" has to be a pair of whole numbers')
     shape, (begin, end) = parse_shape(entry.get("shape"), CODE_SIZE[code], place), offsets
     wanted = math.prod(shape) * CODE_SIZE[code]
