@@ -335,7 +335,8 @@ class Recorder:
         if captured is None:
             return False
         kept, size = captured
-        event = Event(next(self._orders), step, site.path, site.port, call, backward, keep(structure, kept))
+        value, writer = keep(structure, kept), 0 if self._target is None else self._target.number
+        event = Event(next(self._orders), step, site.path, site.port, call, backward, value, writer=writer)
         if batch is not None and any(tensors := kinds_of(batch, kinds, kept)):
             event.batch, event.kinds = batch, tensors
         self._add(site, event)

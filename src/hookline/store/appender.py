@@ -19,7 +19,7 @@ from hookline.store.event_like import EventLike
 from hookline.store.folders import sync_folder
 from hookline.store.format import BATCH, MANIFEST, PORTS, EventLine, Line, ShardLine, TensorLine
 from hookline.store.names import prefix_of, unique
-from hookline.store.reader import StoredEvent, stored_events
+from hookline.store.reader import StoredEvent, stored_events, writer_number
 from hookline.store.shard import Shard, write_shard
 from hookline.store.strict_json import LARGEST
 from hookline.store.structure import encode
@@ -122,6 +122,7 @@ class Appender:
 
     def __init__(self, folder: Path, *, quota: int | None = None) -> None:
         self._folder = folder
+        self._number = writer_number(folder)
         self._manifest = open(folder / MANIFEST, "r+b", buffering=0)  # noqa: SIM115 (closed by close)
         self._one_at_a_time = threading.Lock()  # autograd runs backward hooks in threads of its own
         self._shards = 0  # numbers that were given away; none is used twice, whatever became of its file
@@ -226,9 +227,8 @@ class Appender:
                 entry = write_shard(self._folder / name, part.tensors)
                 shard = Shard(self._folder / name, entry.nbytes)
             place = self._folder / MANIFEST
-            events = stored_events(
-                part.lines, {name: shard} if shard else {}, [place] * len(part.lines), staged._batches
-            )
+            shards, places = {name: shard} if shard else {}, [place] * len(part.lines)
+            events = stored_events(part.lines, shards, places, staged._batches, self._number)
             parts.append(_Written(part.texts, size, events, entry))
             self._used += parts[-1].nbytes
 
