@@ -42,3 +42,40 @@ def test_values_on_their_way_say_which_process_they_are_of(
             if step == 0:
                 rec.flush()
     assert {event.writer for event in hookline.load(tmp_path / "run.hookline")} == {3}
+
+
+# ---------------------------------------------------------------- a run that goes on
+
+
+def test_the_coverage_of_a_run_that_goes_on_is_of_this_run(tmp_path: Path) -> None:
+    net, place = model(), tmp_path / "run.hookline"
+    with hookline.record(net, "0", to=place):
+        for _ in range(3):
+            net(torch.randn(5, 10))
+    with hookline.record(net, "0", to=place, resume=True) as rec:
+        assert rec.first_step == 3
+        assert rec.coverage["0:output"] == ("0:output", "not reached", 0, "the model was not called")
+        net[2](torch.randn(5, 10))
+        assert rec.coverage["0:output"].reason == "the model was not called"
+    assert rec.coverage["0:output"].reason == "the model was not called"
+    with hookline.record(net, "0", to=place, resume=True) as rec:
+        for _ in range(2):
+            net(torch.randn(5, 10))
+        assert rec.coverage["0:output"] == ("0:output", "captured", 2, "")
+
+
+def test_a_module_that_does_not_run_is_told_with_the_forwards_of_this_run(tmp_path: Path) -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Identity(), nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    net, place = Skips(), tmp_path / "run.hookline"
+    for times in (3, 2):
+        with hookline.record(net, "unused", to=place, resume=True) as rec:
+            for _ in range(times):
+                net(torch.ones(2))
+        assert rec.coverage["unused:output"].reason == f"(root) ran {times} times without calling it"

@@ -109,6 +109,7 @@ class Recorder:
         steps: The step that each thread is in.
         wanted: Says of a step whether its values are kept; every step by default.
         on_step: Called with the number of a step when the next one begins, and at the end.
+        noticed_from: First of the steps that ``evidence`` is about; those of an earlier run do not count.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Recorder:
         self.steps = Steps(by_hand=steps == "manual")
         self.wanted: Callable[[int], bool] = lambda step: True
         self.on_step: Callable[[int], None] = lambda step: None
+        self.noticed_from = 0
         self.recording = Recording(modules=described(model, modules), info=info_of(model, sites))
         self.evidence = {path: Evidence(module) for path, module in modules.items()}
         self._modules = {path: weakref.ref(module) for path, module in modules.items()}
@@ -158,7 +160,8 @@ class Recorder:
             raise OptionError("a recorder records once; call hookline.record(...) again for another recording.")
         if self._target is not None:
             self._stream = self._target.open(self.model, self.recording, self.policy)
-            self.steps.start_at(self._target.first_step)
+            self.noticed_from = self._target.first_step
+            self.steps.start_at(self.noticed_from)
             self._orders = itertools.count(self._target.first_order)
         try:
             self._install(self.model)
@@ -216,7 +219,7 @@ class Recorder:
         if self._final is not None:
             return self._final
         modules = {path: ref() for path, ref in self._modules.items()}
-        forwards = sum(map(self.wanted, range(self.steps.latest + 1)))
+        forwards = sum(map(self.wanted, range(self.noticed_from, self.steps.latest + 1)))
         return coverage_of(self._model_ref(), self.sites, modules, self.evidence, forwards)
 
     def name_of(self, module: nn.Module | None) -> str | None:
