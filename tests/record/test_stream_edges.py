@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,10 @@ import torch
 from torch import nn
 
 import hookline
-from hookline.store import StoredEvent
+from hookline import hooks, store
+from hookline.record import recorder
+from hookline.record.event import Event
+from hookline.store import StoredEvent, Writer
 
 
 def model() -> nn.Sequential:
@@ -79,3 +85,71 @@ def test_a_module_that_does_not_run_is_told_with_the_forwards_of_this_run(tmp_pa
             for _ in range(times):
                 net(torch.ones(2))
         assert rec.coverage["unused:output"].reason == f"(root) ran {times} times without calling it"
+
+
+# ---------------------------------------------------------------- a recording that could not begin
+
+
+def attach_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The observers of the third module cannot be put there."""
+    left = [2]
+
+    def attach(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("no hooks here")
+        return hooks.attach(*args)
+
+    monkeypatch.setattr(recorder, "attach", attach)
+
+
+def open_files(folder: Path) -> list[str]:
+    links = Path("/proc/self/fd").iterdir() if os.path.exists("/proc/self/fd") else ()
+    return [name for link in links if (name := os.path.realpath(link)).startswith(str(folder.resolve()) + os.sep)]
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_could_not_begin_leaves_no_file_and_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    net, place, streams = model(), tmp_path / "run.hookline", list[weakref.ref[Any]]()
+    with monkeypatch.context() as patch:
+        attach_fails(patch)
+        made = hookline.record(net, to=place, resume=resume)
+        with pytest.raises(RuntimeError, match="no hooks here"):
+            made.__enter__()
+        streams.append(weakref.ref(made._stream))
+    assert list(tmp_path.iterdir()) == [] and open_files(tmp_path) == []
+    del made
+    gc.collect()
+    assert streams[0]() is None, "the interpreter would still close it at its end"
+    with hookline.record(net, to=place, resume=resume):
+        net(torch.randn(5, 10))
+    assert len(hookline.load(place)) == 4 and store.verify(place).problems == []
+
+
+def test_what_could_not_begin_leaves_the_parts_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, place = model(), tmp_path / "run.hookline"
+    with hookline.record(net, to=place):
+        net(torch.randn(5, 10))
+    before = sorted(path.name for path in place.rglob("*"))
+    for rank, resume in (("1", False), ("0", True)):
+        with monkeypatch.context() as patch:
+            patch.setenv("RANK", rank)
+            attach_fails(patch)
+            with pytest.raises(RuntimeError, match="no hooks here"):
+                hookline.record(net, to=place, resume=resume).__enter__()
+        assert sorted(path.name for path in place.rglob("*")) == before and open_files(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["run.hookline"]
+
+
+def test_a_recording_that_others_have_joined_stays(tmp_path: Path) -> None:
+    first = Writer(tmp_path / "run.hookline", info={}, modules={})
+    with Writer(tmp_path / "run.hookline", info={}, modules={}, writer=1) as other:
+        first.take_back()
+        other.append([Event(0, 0, "a", "output", 0, 0, torch.ones(2), writer=1)])
+    assert hookline.load(tmp_path / "run.hookline").writers == [1]
+    kept = Writer(tmp_path / "run.hookline", info={}, modules={}, writer=2)
+    kept.append([Event(0, 0, "a", "output", 0, 0, torch.ones(2), writer=2)])
+    kept.take_back()
+    assert hookline.load(tmp_path / "run.hookline").writers == [1, 2]

@@ -167,6 +167,8 @@ class Recorder:
             self._install(self.model)
         except BaseException:
             self.close()
+            if self._stream is not None:
+                self._stream.take_back()
             raise
         self.recording.watched_by(self)
         return self.recording

@@ -207,6 +207,13 @@ class Stream:
             self._writer.end(said())
         self.takes  # noqa: B018 (raises what went wrong)
 
+    def take_back(self) -> None:
+        """There is nothing to record after all."""
+        atexit.unregister(self._close_unasked)
+        if os.getpid() == self._pid:
+            self._close()
+            self._writer.take_back()
+
     def _close(self) -> None:
         with self._changed:
             self._closing = True

@@ -204,6 +204,11 @@ class Appender:
                 self._used -= staged.nbytes
                 staged._names, staged._parts = [], ()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was committed."""
+        return self._complete.lines == 0
+
     def close(self) -> None:
         """Close the manifest."""
         self._manifest.close()

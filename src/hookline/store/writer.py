@@ -61,11 +61,12 @@ class Writer:
             raise OptionError(f"writer has to be a number from 0 on, got {writer}. Pass the rank of the process.")
         head, own = dump_head(info, modules), writer_name(writer)
         self.folder = folders.place_of(folder)
+        self._made = False
         with _writing(self.folder):
             if overwrite:
                 _replace(self.folder, head, own, writer)
             else:
-                _claim(self.folder, head, own, writer, again=again)
+                self._made = _claim(self.folder, head, own, writer, again=again)
             self._appender = Appender(self.folder / own, quota=quota)
         self.part = self.folder / own
         self._closed = False
@@ -139,6 +140,15 @@ class Writer:
         head = dump_head(info, modules)
         with self._writing("Describe"):
             folders.write_head(self.folder, head)
+
+    def take_back(self) -> None:
+        """Close, and delete this part if nothing was committed to it; with it a recording that was made for it alone."""
+        self.close()
+        if self._appender.is_empty:
+            folders.remove(self.part)
+            if self._made:
+                with contextlib.suppress(OSError):
+                    folders.remove_empty(self.folder)
 
     def close(self) -> None:
         """Close the files. Nothing is left to be written."""
@@ -228,12 +238,13 @@ def _put(draft: Path, folder: Path, overwrite: bool) -> None:
         folders.publish(draft, folder)
 
 
-def _claim(folder: Path, head: bytes, own: str, writer: int, *, again: bool = False) -> None:
-    """Make a new recording, or join one that has no part of this writer yet; any with ``again``."""
+def _claim(folder: Path, head: bytes, own: str, writer: int, *, again: bool = False) -> bool:
+    """Make a new recording, or join one that has no part of this writer yet; any with ``again``. Says if it was made."""
     if not folders.is_taken(folder):
         draft = folders.make_draft(folder, head, own)
         try:
-            return folders.publish(draft, folder)
+            folders.publish(draft, folder)
+            return True
         except BaseException as error:
             folders.remove(draft)
             if not isinstance(error, OSError) or not folders.is_taken(folder):
@@ -241,11 +252,13 @@ def _claim(folder: Path, head: bytes, own: str, writer: int, *, again: bool = Fa
     if not again and folders.parts_of(folder, writer):
         folders.refuse_taken(folder)
     folders.add_writer(folder, own)
+    return False
 
 
 def _replace(folder: Path, head: bytes, own: str, writer: int) -> None:
     if not folders.is_taken(folder):
-        return _claim(folder, head, own, writer)
+        _claim(folder, head, own, writer)
+        return
     folders.check_replaceable(folder)
     if writer != 0:
         for part in folders.parts_of(folder, writer):
