@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+import time
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +156,60 @@ def test_a_recording_that_others_have_joined_stays(tmp_path: Path) -> None:
     kept.append([Event(0, 0, "a", "output", 0, 0, torch.ones(2), writer=2)])
     kept.take_back()
     assert hookline.load(tmp_path / "run.hookline").writers == [1, 2]
+
+
+# ---------------------------------------------------------------- threads
+
+
+def test_a_flush_does_not_wait_for_what_other_threads_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the disk has a step, the other thread has begun another one, until the flush has returned."""
+    net, x, place = model(), torch.ones(5, 10), tmp_path / "run.hookline"
+    returned, ran, found, commit = threading.Event(), threading.Event(), list[int](), Writer.commit
+
+    def commit_and_wait(self: Writer, several: Any) -> None:
+        commit(self, several)
+        ran.clear()
+        assert returned.is_set() or ran.wait(60)
+
+    def run() -> None:
+        while not returned.is_set():
+            net(x)
+            ran.set()
+            time.sleep(0.002)
+        ran.set()
+
+    def run_and_flush() -> None:
+        for _ in range(5):
+            net(x)
+        with rec.log._lock:
+            own = {event.order for event in rec.log.in_memory}
+        rec.flush()
+        found.append(len(own - {event.order for event in hookline.load(place)}))
+        returned.set()
+
+    monkeypatch.setattr(Writer, "commit", commit_and_wait)
+    with hookline.record(net, to=place) as rec:
+        other, own = threading.Thread(target=run), threading.Thread(target=run_and_flush)
+        other.start()
+        assert ran.wait(60)
+        own.start()
+        in_time = returned.wait(10)
+        returned.set()
+        for thread in (own, other):
+            thread.join()
+    assert in_time and found == [0]
+    steps = Counter(event.step for event in hookline.load(place))
+    assert steps == dict.fromkeys(range(len(steps)), 4)
+
+
+def test_a_flush_waits_for_what_is_staged(tmp_path: Path) -> None:
+    """The shards of a step that goes on are on disk, and no line names them before the flush."""
+    net, place = model(), tmp_path / "run.hookline"
+    with hookline.record(net, "0", budget=VALUE, steps="manual", to=place) as rec:
+        for _ in range(3):
+            net(torch.ones(5, 10))
+        assert len(hookline.load(place)) == 0 and len(list(place.glob("w*/*.safetensors"))) > 0
+        for count in (3, 4):
+            rec.flush()
+            assert len(hookline.load(place)) == count
+            net(torch.ones(5, 10))

@@ -35,11 +35,21 @@ class Pressure(NamedTuple):
     seconds: float
 
 
-class _Held:
-    """What is held of one step."""
+class _Waiting(NamedTuple):
+    """An event in memory, with the bytes set aside for it, what has to come before, and how many came before."""
 
-    def __init__(self) -> None:
-        self.events: list[tuple[Any, int, Any]] = []  # with the bytes set aside, and what has to come before
+    event: Any
+    nbytes: int
+    after: Any
+    number: int
+
+
+class _Held:
+    """What is held of one step; ``oldest`` is the number of the first of it that is not committed."""
+
+    def __init__(self, oldest: int) -> None:
+        self.oldest = oldest
+        self.events: list[_Waiting] = []
         self.nbytes = 0
         self.staged = Staged()
         self.stored: list[Any] = []
@@ -78,7 +88,7 @@ class Stream:
         self._over: set[int] = set()
         self._below = first  # all steps below this number are over
         self._over_since: float | None = None
-        self._used = self._held = self._waiters = 0
+        self._used = self._held = self._waiters = self._puts = 0
         self._wanted = self._closing = self._busy = False
         self._error: Exception | None = None
         self._told = False
@@ -136,8 +146,9 @@ class Stream:
             return
         after = _marks(event)
         with self._changed:
-            held = self._steps.setdefault(event.step, _Held())
-            held.events.append((event, size, after))
+            held = self._steps.setdefault(event.step, _Held(self._puts))
+            held.events.append(_Waiting(event, size, after, self._puts))
+            self._puts += 1
             held.nbytes += size
             self._held += size
             if self._is_over(event.step):
@@ -169,17 +180,20 @@ class Stream:
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Return when everything so far is committed.
+        """Return when everything that is here now is committed, whatever other threads add meanwhile.
 
         Raises:
             HooklineError: What has ended the recording, with ``on_error="raise"``.
         """
         with self._changed:
-            self._wanted = True
+            end, self._wanted = self._puts, bool(self._steps)
             self._all_over()
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._error is not None or not (self._steps or self._busy))
+            self._changed.wait_for(lambda: self._error is not None or not self._holds_any_before(end))
         self.takes  # noqa: B018 (raises what went wrong)
+
+    def _holds_any_before(self, number: int) -> bool:
+        return any(held.oldest < number for held in self._steps.values())
 
     def _all_over(self) -> None:
         for step in self._steps:
@@ -313,16 +327,18 @@ class Stream:
                 held = self._steps[step]
                 held.staged, held.stored = Staged(), []
                 if held.events:  # it went on meanwhile
+                    held.oldest = held.events[0].number
                     self._note_over()
                 else:
                     del self._steps[step]
+            self._changed.notify_all()
 
     def _stage(self, held: _Held) -> None:
         """Write the shards of what is held of a step, and let it go from memory."""
         with self._changed:
             taken, nbytes = held.events[:], held.nbytes
-        events = [event for event, _, _ in taken]
-        with _on_device(after for _, _, after in taken):
+        events = [waiting.event for waiting in taken]
+        with _on_device(waiting.after for waiting in taken):
             stored = self._writer.stage(held.staged, events)
         self._log.exchange(events, stored)
         held.stored += stored
