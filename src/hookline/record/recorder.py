@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
@@ -20,7 +21,7 @@ from hookline.record.batch import Batch, chosen_rows, kinds_of
 from hookline.record.budget import Budget
 from hookline.record.coverage import Coverage
 from hookline.record.event import Event
-from hookline.record.evidence import Evidence, coverage_of
+from hookline.record.evidence import Evidence, coverage_of, leave_out
 from hookline.record.observer import ModuleObserver
 from hookline.record.places import modules_at, sites_of
 from hookline.record.policy import Policy, policy
@@ -159,7 +160,8 @@ class Recorder:
         if self.model is None or self._handles:
             raise OptionError("a recorder records once; call hookline.record(...) again for another recording.")
         if self._target is not None:
-            self._stream = self._target.open(self.model, self.recording, self.policy)
+            refused = functools.partial(leave_out, self.evidence)
+            self._stream = self._target.open(self.model, self.recording, self.policy, refused)
             self.noticed_from = self._target.first_step
             self.steps.start_at(self.noticed_from)
             self._orders = itertools.count(self._target.first_order)
@@ -306,9 +308,11 @@ class Recorder:
 
     def _said(self) -> dict[str, Any]:
         waits, seconds = self.pressure
-        pressure = {"waits": waits, "waited_s": round(seconds, 3)}
-        self.recording.info |= pressure
-        return {"coverage": self.coverage().to_json(), **pressure}
+        self._final = None  # values may have been left out since
+        self._final = self.coverage()
+        said = {"coverage": self._final.to_json(), "waits": waits, "waited_s": round(seconds, 3)}
+        self.recording.info |= said
+        return said
 
     def put(self, site: Site, mark: Mark, backward: int, structure: Structure, leaves: list[Any]) -> bool:
         """Keep one value of one call; observers do this.

@@ -8,12 +8,13 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
+from hookline.errors import ArgumentError
 from hookline.hooks import add_note
+from hookline.record.devices import marks, on_device
+from hookline.record.left_out import LeftOut
 from hookline.record.log import Log
 from hookline.report.text import plural
 from hookline.store import Staged, Tail, Writer
@@ -70,10 +71,20 @@ class Stream:
         budget: Most bytes that wait.
         on_error: ``"raise"`` or ``"warn"``, when the disk refuses or the quota is reached.
         at_the_end: Whether a value may still be replaced before the recording ends, so that none is written earlier.
+        refused: Gets each event that cannot be stored, which is left out.
     """
 
     def __init__(
-        self, writer: Writer, log: Log, *, number: int, first: int, budget: int, on_error: str, at_the_end: bool
+        self,
+        writer: Writer,
+        log: Log,
+        *,
+        number: int,
+        first: int,
+        budget: int,
+        on_error: str,
+        at_the_end: bool,
+        refused: Callable[[Any, ArgumentError], None],
     ) -> None:
         self._writer = writer
         self._log = log
@@ -92,6 +103,9 @@ class Stream:
         self._wanted = self._closing = self._busy = False
         self._error: Exception | None = None
         self._told = False
+        self._refused = refused
+        self._warnings: list[str] = []  # for a thread of the model, where a filter may make errors of them
+        self._left_out = LeftOut(self._warnings.append)
         self._thread: threading.Thread | None = None
         self.pressure = Pressure(0, 0.0)
         log.fetch_from(self._tail.new)
@@ -106,6 +120,8 @@ class Stream:
         Raises:
             HooklineError: What has ended the recording, with ``on_error="raise"``.
         """
+        while self._warnings and os.getpid() == self._pid:
+            warnings.warn(self._warnings.pop(0), RuntimeWarning, stacklevel=2)
         if self._error is not None:
             self._tell()
         return self._error is None and os.getpid() == self._pid
@@ -144,7 +160,7 @@ class Stream:
         """Take an event for which so many bytes were set aside."""
         if self._at_the_end:
             return
-        after = _marks(event)
+        after = marks(event)
         with self._changed:
             held = self._steps.setdefault(event.step, _Held(self._puts))
             held.events.append(_Waiting(event, size, after, self._puts))
@@ -338,9 +354,11 @@ class Stream:
         with self._changed:
             taken, nbytes = held.events[:], held.nbytes
         events = [waiting.event for waiting in taken]
-        with _on_device(waiting.after for waiting in taken):
-            stored = self._writer.stage(held.staged, events)
-        self._log.exchange(events, stored)
+        with on_device(waiting.after for waiting in taken):
+            stored = self._writer.stage(held.staged, events, self._refuse)
+        kept, refused = self._left_out.without(events)
+        self._log.exchange(kept, stored)
+        self._log.remove(refused)
         held.stored += stored
         with self._changed:
             del held.events[: len(taken)]
@@ -348,6 +366,10 @@ class Stream:
             self._held -= nbytes
             self._used -= nbytes
             self._changed.notify_all()
+
+    def _refuse(self, event: Any, error: ArgumentError) -> None:
+        self._left_out(event, error)
+        self._refused(event, error)
 
     @contextlib.contextmanager
     def _as_failure(self) -> Iterator[None]:
@@ -366,25 +388,3 @@ def wait_out(thread: threading.Thread) -> None:
     except BaseException:  # a KeyboardInterrupt
         thread.join()
         raise
-
-
-def _marks(event: Any) -> Any:
-    """Where the streams of the devices of its tensors stand; None for those of the CPU."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None
-    devices = {leaf.device for _, leaf in event.leaves() if leaf.device.type == "cuda"}
-    return {device: torch.cuda.current_stream(device).record_event() for device in devices} if devices else None
-
-
-@contextlib.contextmanager
-def _on_device(marks: Iterable[Any]) -> Iterator[None]:
-    """Copy on streams of our own, behind what computes the values and beside what comes after."""
-    found = [mark for mark in marks if mark is not None]
-    with contextlib.ExitStack() as stack:
-        for device in {device for mark in found for device in mark}:
-            stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for mark in found:
-                if device in mark:
-                    stream.wait_event(mark[device])
-            stack.enter_context(torch.cuda.stream(stream))
-        yield

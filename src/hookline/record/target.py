@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hookline import store
-from hookline.errors import OptionError
+from hookline.errors import ArgumentError, OptionError
 from hookline.hooks import original_class
 from hookline.record.policy import Policy, parse_bytes
 from hookline.record.stream import BUDGET, Stream
@@ -76,8 +76,10 @@ class Target:
         if not resume:
             store.check_free(self._folder, writer=self.number)
 
-    def open(self, model: nn.Module, recording: Recording, policy: Policy) -> Stream:
-        """Make the folder, or join it.
+    def open(
+        self, model: nn.Module, recording: Recording, policy: Policy, refused: Callable[[Any, ArgumentError], None]
+    ) -> Stream:
+        """Make the folder, or join it; ``refused`` gets each event that cannot be stored.
 
         Raises:
             OptionError: What is there cannot be gone on with.
@@ -102,6 +104,7 @@ class Target:
             budget=policy.budget or BUDGET,
             on_error=self._on_error,
             at_the_end=policy.keep == "last",
+            refused=refused,
         )
 
     def _go_on(self, parts: StoredParts, recording: Recording) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,10 @@ SHARD_NAMES = 32 << 20
 _NAME_OVERHEAD = 100
 _LINE_OVERHEAD, _SHARD_OVERHEAD = 100, 200
 """More bytes of a manifest line than the line itself, and each of its shards, need apart from the events."""
+
+
+Refused = Callable[[EventLike, ArgumentError], None]
+"""Gets an event that cannot be stored, which is left out."""
 
 
 class _Planned(NamedTuple):
@@ -130,30 +134,30 @@ class Appender:
         self._quota = quota
         self._used = 0
 
-    def append(self, events: Iterable[EventLike]) -> list[StoredEvent]:
+    def append(self, events: Iterable[EventLike], refused: Refused | None = None) -> list[StoredEvent]:
         """Write events as one commit; when it returns, they survive a crash of the process and of the machine.
 
         A reader finds all of them or none. Only when their line would be longer than `format.MAX_LINE` are they
         several commits, of which a crash may leave the first ones.
 
         Returns:
-            The events as they stand on disk, in the same order.
+            The events as they stand on disk, in the same order, without those that were refused.
 
         Raises:
-            ArgumentError: An event holds something that cannot be stored.
+            ArgumentError: An event holds something that cannot be stored, and ``refused`` is None.
             QuotaError: They would pass the quota.
             OSError: The disk refused.
         """
         staged = Staged()
         try:
-            written = self.stage(staged, events)
+            written = self.stage(staged, events, refused)
             self.commit([staged])
         except BaseException:
             self.discard(staged)
             raise
         return written
 
-    def stage(self, staged: Staged, events: Iterable[EventLike]) -> list[StoredEvent]:
+    def stage(self, staged: Staged, events: Iterable[EventLike], refused: Refused | None = None) -> list[StoredEvent]:
         """Write the shards of more events; `commit` makes them part of the recording. After an error none was added.
 
         Raises:
@@ -163,8 +167,8 @@ class Appender:
             names, parts = len(staged._names), [*staged._parts]
             before = len(parts)
             try:
-                for batch in _batches(_with_batches(events, {*staged._batches})):
-                    self._stage_batch(staged, batch, parts)
+                for batch in _batches(_with_batches(events, {*staged._batches}), refused):
+                    self._stage_batch(staged, batch, parts, refused)
                 staged._parts = tuple(parts)
             except BaseException:
                 staged._parts = staged._parts[:before]
@@ -213,7 +217,9 @@ class Appender:
         """Close the manifest."""
         self._manifest.close()
 
-    def _stage_batch(self, staged: Staged, batch: list[_Planned], parts: list[_Written]) -> None:
+    def _stage_batch(
+        self, staged: Staged, batch: list[_Planned], parts: list[_Written], refused: Refused | None
+    ) -> None:
         """Write a batch as one shard; as several where its line would be too long."""
         rest = [batch]
         while rest:
@@ -222,7 +228,8 @@ class Appender:
             part = _part(some, name)
             size = part.line_size
             if size + _LINE_OVERHEAD > layout.MAX_LINE:
-                rest += reversed(_halves(some, size))
+                with _or_refused(some[0].event, refused):
+                    rest += reversed(_halves(some, size))
                 continue
             self._check_quota(size + sum(planned.nbytes + planned.name_size for planned in some))
             shard = entry = None
@@ -298,12 +305,27 @@ def _with_batches(events: Iterable[EventLike], known: set[int]) -> Iterator[Even
         yield event
 
 
-def _batches(events: Iterable[EventLike]) -> Iterator[list[_Planned]]:
+@contextlib.contextmanager
+def _or_refused(event: EventLike, refused: Refused | None) -> Iterator[None]:
+    """Hand on an event that cannot be stored; never what the rows of others are, which would then name nothing."""
+    try:
+        yield
+    except ArgumentError as error:
+        if refused is None or event.port == BATCH:
+            raise
+        refused(event, error)
+
+
+def _batches(events: Iterable[EventLike], refused: Refused | None) -> Iterator[list[_Planned]]:
     """Events in groups that fill a shard each."""
     batch: list[_Planned] = []
     nbytes = names = 0
     for event in events:
-        planned = _plan(event)
+        planned = None
+        with _or_refused(event, refused):
+            planned = _plan(event)
+        if planned is None:
+            continue
         nbytes, names = nbytes + planned.nbytes, names + planned.name_size
         if batch and (nbytes > SHARD_BYTES or names > SHARD_NAMES):
             yield batch

@@ -12,7 +12,7 @@ from typing import Any
 
 from hookline.errors import FormatError, OptionError, QuotaError
 from hookline.store import folders
-from hookline.store.appender import Appender, Staged
+from hookline.store.appender import Appender, Refused, Staged
 from hookline.store.event_like import EventLike
 from hookline.store.format import END, ModuleInfo, dump_end, dump_head, writer_name
 from hookline.store.reader import StoredEvent
@@ -71,30 +71,35 @@ class Writer:
         self.part = self.folder / own
         self._closed = False
 
-    def append(self, events: Iterable[EventLike]) -> list[StoredEvent]:
+    def append(self, events: Iterable[EventLike], refused: Refused | None = None) -> list[StoredEvent]:
         """Write some events and wait until the disk has them. After an error, it is as if it had not been called.
 
         They are one commit: a reader finds all of them or none, also after a crash. Only where they need more than
         64 MiB of JSON, some 200,000 tensors, are they several commits, of which a crash may leave the first ones.
 
+        Args:
+            events: The events.
+            refused: Gets each event that cannot be stored, and why; the others are written.
+
         Returns:
-            The events as they stand on disk, in the same order.
+            The events as they stand on disk, in the same order, without those that were refused.
 
         Raises:
-            ArgumentError: An event holds something that cannot be stored.
+            ArgumentError: An event holds something that cannot be stored, and ``refused`` is None.
             FormatError: The disk is full or refuses. What was appended before can be read.
             QuotaError: The quota would be passed.
             OptionError: The writer is closed.
         """
         with self._writing("Append"):
-            return self._appender.append(events)
+            return self._appender.append(events, refused)
 
-    def stage(self, staged: Staged, events: Iterable[EventLike]) -> list[StoredEvent]:
+    def stage(self, staged: Staged, events: Iterable[EventLike], refused: Refused | None = None) -> list[StoredEvent]:
         """Write the shards of more events, which no reader sees before they are committed.
 
         Args:
             staged: Gets them added; begin with ``Staged()``. After an error it is as before.
             events: The events.
+            refused: As for `append`.
 
         Returns:
             The events as they stand on disk, in the same order; they can be read at once.
@@ -103,7 +108,7 @@ class Writer:
             ArgumentError, FormatError, QuotaError, OptionError: As for `append`.
         """
         with self._writing("Append"):
-            return self._appender.stage(staged, events)
+            return self._appender.stage(staged, events, refused)
 
     def commit(self, several: Sequence[Staged]) -> None:
         """Make what was staged part of the recording, as one commit, and wait until the disk has it.
@@ -142,7 +147,7 @@ class Writer:
             folders.write_head(self.folder, head)
 
     def take_back(self) -> None:
-        """Close, and delete this part if nothing was committed to it; with it a recording that was made for it alone."""
+        """Close, and delete this part if nothing was committed to it, with a recording that was made for it alone."""
         self.close()
         if self._appender.is_empty:
             folders.remove(self.part)
@@ -239,7 +244,7 @@ def _put(draft: Path, folder: Path, overwrite: bool) -> None:
 
 
 def _claim(folder: Path, head: bytes, own: str, writer: int, *, again: bool = False) -> bool:
-    """Make a new recording, or join one that has no part of this writer yet; any with ``again``. Says if it was made."""
+    """Make a new recording, or join one that has no part of this writer yet; any with ``again``. True for a new one."""
     if not folders.is_taken(folder):
         draft = folders.make_draft(folder, head, own)
         try:
