@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 import time
@@ -17,9 +18,12 @@ from torch import nn
 
 import hookline
 from hookline import hooks, store
+from hookline.cli.main import main
+from hookline.errors import ArgumentError, CoverageError
 from hookline.record import recorder
 from hookline.record.event import Event
 from hookline.store import StoredEvent, Writer
+from hookline.store.dtypes import STORAGE
 
 
 def model() -> nn.Sequential:
@@ -213,3 +217,126 @@ def test_a_flush_waits_for_what_is_staged(tmp_path: Path) -> None:
             rec.flush()
             assert len(hookline.load(place)) == count
             net(torch.ones(5, 10))
+
+
+# ---------------------------------------------------------------- what nobody can store
+
+
+@pytest.fixture
+def unknown_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of torch's dtypes has no form in a recording, such as a later torch may have."""
+    monkeypatch.delitem(STORAGE, "bits8")
+
+
+class Odd(nn.Module):
+    """Gives elements of that dtype where the input begins with 1."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(4, dtype=torch.uint8).view(torch.bits8) if x[0] == 1 else x
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.odd = nn.Identity(), Odd()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.odd(x)
+        return self.plain(x)
+
+
+@pytest.mark.usefixtures("unknown_dtype")
+@pytest.mark.parametrize("keep", ["all", "last"])
+def test_a_value_that_cannot_be_stored_is_left_out(tmp_path: Path, keep: str) -> None:
+    net, place = Mixed(), tmp_path / "run.hookline"
+    said = r"a value is left out: odd:output, .* of dtype bits8 cannot be stored\. Cast it before it is kept"
+    with pytest.warns(RuntimeWarning, match=said) as warned, hookline.record(net, keep=keep, to=place) as rec:
+        for first in (0, 1, 1, 0, 1):
+            net(torch.full((2,), float(first)))
+    assert len(warned) == 1
+    for found in (rec, hookline.load(place)):
+        assert len(found["plain"].calls) == len(found[""].calls) == (5 if keep == "all" else 1)
+        if keep == "all":
+            assert [(event.step, event.value.tolist()) for event in found if event.path == "odd"] == [
+                (0, [0.0, 0.0]),
+                (3, [0.0, 0.0]),
+            ]
+            fate = found.coverage["odd:output"]
+            assert fate[:3] == ("odd:output", "captured", 2)
+            assert fate.reason.startswith("3 values left out: odd:output, call 0 of step 1: a tensor of dtype bits8")
+        assert found.coverage["plain:output"] == ("plain:output", "captured", 5, "")
+    assert store.verify(place).problems == []
+
+
+@pytest.mark.usefixtures("unknown_dtype")
+def test_a_site_without_any_value_that_can_be_stored_was_not_captured(tmp_path: Path) -> None:
+    net, place = Mixed(), tmp_path / "run.hookline"
+    said = "a value is left out: odd:output"
+    with pytest.warns(RuntimeWarning, match=said), hookline.record(net, "odd", to=place) as rec:
+        net(torch.ones(2))
+        rec.flush()
+        assert len(rec) == 0 and rec.coverage["odd:output"].status == "bypassed"
+    assert rec.coverage["odd:output"].reason.startswith("1 value left out: odd:output, call 0 of step 0: a tensor of")
+    with (
+        pytest.warns(RuntimeWarning, match=said),
+        pytest.raises(CoverageError, match="1 value left out: odd:output"),
+        hookline.record(net, "odd", to=tmp_path / "strict.hookline", strict=True),
+    ):
+        net(torch.ones(2))
+
+
+@pytest.mark.usefixtures("unknown_dtype")
+def test_in_memory_every_value_is_kept() -> None:
+    net = Mixed()
+    with hookline.record(net) as rec:
+        net(torch.ones(2))
+    assert rec["odd"].output.dtype == torch.bits8 and rec.coverage["odd:output"].reason == ""
+
+
+def test_the_rows_of_others_are_never_left_out(tmp_path: Path) -> None:
+    """A batch that cannot be stored is an error, or its values would name nothing."""
+    batch = Event(0, 0, "", "batch", 0, 0, {"ids": object()})
+    event = Event(1, 0, "a", "output", 0, 0, torch.ones(2), batch=batch, kinds=("samples",))
+    with Writer(tmp_path / "run.hookline", info={}, modules={}) as writer:
+        with pytest.raises(ArgumentError, match="cannot be stored"):
+            writer.append([event], lambda event, error: None)
+        assert writer.append([Event(2, 0, "a", "output", 0, 0, object())], lambda event, error: None) == []
+    assert len(hookline.load(tmp_path / "run.hookline")) == 0
+
+
+# ---------------------------------------------------------------- what has to be known of how it was written
+
+
+def shown(place: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["show", str(place)]) == 0
+    return capsys.readouterr().out
+
+
+def test_an_unfinished_line_and_waits_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net, quiet, place = model(), tmp_path / "quiet.hookline", tmp_path / "run.hookline"
+    with hookline.record(net, to=quiet):
+        net(torch.randn(5, 10))
+    assert "waited" not in shown(quiet, capsys) and "unfinished" not in shown(quiet, capsys)
+    with hookline.record(net, budget=VALUE, to=place) as rec:
+        for _ in range(3):
+            net(torch.randn(5, 10))
+    waits, seconds = json.loads(next(place.glob("w*/end.json")).read_text())["waits"], rec.pressure.seconds
+    assert waits > 1
+    said = f"the model waited {waits} times for the disk, {seconds:.1f} s in all"
+    assert str(rec).splitlines()[-1] == shown(place, capsys).splitlines()[-1] == said
+    (manifest,) = place.glob("w*/manifest.jsonl")
+    with manifest.open("ab") as file:
+        file.write(b'{"shards": [')
+    torn = f"unfinished last line, not read: {manifest.parent.name}/manifest.jsonl (its writer was killed, or is at it)"
+    assert shown(place, capsys).splitlines()[-2:] == [torn, said]
+    hookline.load(place).save(tmp_path / "copy.hookline")
+    assert "unfinished" not in shown(tmp_path / "copy.hookline", capsys)
+
+
+def test_a_recording_without_values_is_shown_with_its_unfinished_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Writer(tmp_path / "run.hookline", info={"waits": "many", "waited_s": None}, modules={}) as writer:
+        (writer.part / "manifest.jsonl").write_bytes(b"{")
+    text = shown(tmp_path / "run.hookline", capsys)
+    assert text.startswith("Nothing was recorded") and "\nunfinished last line, not read: w00000-" in text
