@@ -25,7 +25,8 @@ Speeds: the time of the other way by ours, so more is better. Times: ours by tha
 by ours where "one append" stands.
 Written are float32 tensors, those of a shard 4 MiB each; everything ends with an fsync of each file. The index of the
 raw append is written without one. Statistics are those that a recording keeps of each tensor; the other ways have none.
-Read are files in the page cache, with one thread. A recording has a value of 64 rows for each step unless another number stands there.
+Read are files in the page cache, with one thread. A recording has a value for each step, of 64 rows unless another
+number stands there.
 Forwards are those of a network of the shape of ResNet-50, batch {Plan.batch}, {Plan.side} x {Plan.side} pixels,
 {Plan.threads} threads, no_grad. With to= the disk has everything when the with-block ends, and so have the
 other ways at their end; inside the block they only hand it to the system.

@@ -391,16 +391,16 @@ def test_what_the_script_sets_for_its_thread_does_not_reach_the_writing(
 def test_a_value_that_cannot_be_stored_is_left_out(
     run: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from hookline.store import Writer
+    from hookline.store import planned
 
-    append = Writer.append
+    plan = planned._plan
 
-    def picky(self: Writer, events: Any) -> None:
-        if any(event.path == "fc" for event in events):
+    def picky(event: Any) -> Any:
+        if event.path == "fc":
             raise ArgumentError("fc:output, call 0 of step 0: too odd")
-        append(self, events)
+        return plan(event)
 
-    monkeypatch.setattr(Writer, "append", picky)
+    monkeypatch.setattr(planned, "_plan", picky)
     ran = run(f"net = Net()\nfor _ in range(2):\n    net({X})", steps=2)
     assert [(path, step) for path, _, step, _ in ran.keys] == [("conv1", 0), ("", 0), ("conv1", 1), ("", 1)]
     first, last = without_coverage(capfd.readouterr().err).splitlines()
@@ -489,7 +489,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_script(
 
     append, done = Writer.append, []
 
-    def full(self: Writer, events: Any) -> None:
+    def full(self: Writer, events: Any, refused: Any = None) -> None:
         if done:
             raise FormatError("run.hookline: the recording cannot be written (No space left on device). Free some.")
         done.append(append(self, events))

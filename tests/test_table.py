@@ -41,7 +41,7 @@ def recording(events: list[SimpleNamespace], modules: Mapping[str, str]) -> Simp
     for order, one in enumerate(events):
         one.order = order
     found = {path: SimpleNamespace(type_name=name, parameters=0, aliases=()) for path, name in modules.items()}
-    return SimpleNamespace(events=events, modules=found, info={"model": "Net"})
+    return SimpleNamespace(events=events, modules=found, info={"model": "Net"}, pressure=(0, 0.0))
 
 
 def row(text: str, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -297,14 +298,22 @@ def test_repeats_leave_as_many_tensors_and_objects_as_one(program: Callable[...,
 @linux
 @pytest.mark.parametrize("program", [all_ports, last_values, edited, hooked, checkpointed, raises_in_a_forward])
 def test_a_thousand_repeats_do_not_grow(program: Callable[..., None]) -> None:
+    """Python takes its memory by arenas of 1 MiB, one of which alone is more than the bound: it may fall into a round,
+    but a leak is in every round, also in the number of blocks that are taken from arenas.
+    """
     model = Small()
     for _ in range(100):
         once(program, model)
-    before, bytes_before = tensors(), resident()
-    for _ in range(REPEATS):
-        once(program, model)
-    assert tensors() == before
-    assert resident() - bytes_before < 1000 * REPEATS, "a kilobyte for every repeat"
+    rounds = []
+    while len(rounds) < 3:
+        before, blocks, bytes_before = tensors(), sys.getallocatedblocks(), resident()
+        for _ in range(REPEATS):
+            once(program, model)
+        assert tensors() == before
+        rounds.append((resident() - bytes_before, sys.getallocatedblocks() - blocks))
+        if rounds[-1][0] < 1000 * REPEATS and rounds[-1][1] < REPEATS // 2:
+            return
+    pytest.fail(f"a kilobyte or half a block for every repeat of each round: {rounds}")
 
 
 @linux

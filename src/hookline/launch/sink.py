@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hookline.errors import ArgumentError
 from hookline.launch.apart import run_apart
 from hookline.launch.messages import Messages
 from hookline.launch.sigterm import Sigterm
 from hookline.record import Event
+from hookline.record.left_out import LeftOut
 from hookline.record.segment import Mark
 from hookline.report.text import size_text
 from hookline.sites import Site
@@ -51,7 +51,7 @@ class Sink:
         self._waiting: list[Event] = []
         self._held: Counter[Site] = Counter()
         self._total = 0
-        self._left_out: set[tuple[str, str]] = set()
+        self._left_out = LeftOut(messages.warn)
         self._order = itertools.count()
 
     @property
@@ -123,31 +123,14 @@ class Sink:
         events = self._waiting[:]  # other threads may add to the list meanwhile
         try:
             if self._writer is not None:
-                written = self._written(events, self._writer)
+                self._writer.append(events, self._left_out)
+                written, _ = self._left_out.without(events)
                 self.events += len(written)
                 self.steps.update(event.step for event in written)
         finally:
             del self._waiting[: len(events)]
             self._held.clear()
             self._total = 0
-
-    def _written(self, events: list[Event], writer: Writer) -> list[Event]:
-        try:
-            writer.append(events)
-            return events
-        except ArgumentError:
-            return [event for event in events if self._written_alone(event, writer)]
-
-    def _written_alone(self, event: Event, writer: Writer) -> bool:
-        """For when one of many cannot be stored."""
-        try:
-            writer.append([event])
-        except ArgumentError as error:
-            if (event.path, event.port) not in self._left_out:
-                self._messages.warn(f"a value is left out: {error}")
-            self._left_out.add((event.path, event.port))
-            return False
-        return True
 
     def _full(self, site: Site, size: int) -> str:
         names = ", ".join(f"{where} {size_text(count)}" for where, count in self._held.most_common(3)) or "none"

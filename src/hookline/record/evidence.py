@@ -6,6 +6,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from hookline.record.coverage import BYPASSED, CAPTURED, NOT_REACHED, Coverage, 
 from hookline.report.text import plural
 from hookline.sites import Site, label
 
-__all__ = ["Evidence", "coverage_of"]
+__all__ = ["Evidence", "coverage_of", "leave_out"]
 
 
 class Evidence:
@@ -31,6 +32,7 @@ class Evidence:
         captured: Calls of which a value was kept, by port.
         empty: Calls whose value held no tensor, by port.
         refused: Ports of which a value came that was not kept, since the recording had ended.
+        left_out: By port, how many values could not be stored, of how many calls, and why the first could not.
         used_by: How a function used a parameter without calling the module.
         fused: The class above whose fused path was left for this one.
         tracer: The tracer that looked at a call.
@@ -45,6 +47,7 @@ class Evidence:
         self.captured: dict[str, int] = {}
         self.empty: dict[str, int] = {}
         self.refused: set[str] = set()
+        self.left_out: dict[str, tuple[int, int, str]] = {}
         self.used_by = ""
         self.fused = ""
         self.tracer = ""
@@ -75,10 +78,21 @@ class Evidence:
         with self.lock:
             counts[port] = counts.get(port, 0) + 1
 
+    def leave_out(self, port: str, backward: int, error: Exception) -> None:
+        """A value cannot be stored."""
+        with self.lock:
+            values, calls, why = self.left_out.get(port, (0, 0, ""))
+            self.left_out[port] = values + 1, calls + (backward == 0), why or str(error)
+
     def use(self, function: str, user: str | None) -> None:
         """A function used a parameter of the module, which was not called."""
         if not self.used_by:
             self.used_by = f"{function}() used its parameter{'' if user is None else f' in {user}'}{_place()}"
+
+
+def leave_out(evidence: Mapping[str, Evidence], event: Any, error: Exception) -> None:
+    """A value cannot be stored."""
+    evidence[event.path].leave_out(event.port, event.backward, error)
 
 
 def _place() -> str:
@@ -137,11 +151,16 @@ class _Judge:
         is_gradient = site.port.startswith("grad")
         if not captured and not is_gradient and seen.empty.get(site.port):
             captured = min(seen.empty[site.port], seen.calls)
+        left_out = seen.left_out.get(site.port)
+        if left_out is not None:
+            captured = max(0, captured - left_out[1])
         if captured:
             return Fate(str(site), CAPTURED, captured, self._note(site, seen, captured))
         if seen.calls == 0:
             status, reason = self._not_called(site.path, seen)
             return Fate(str(site), status, 0, reason)
+        if left_out is not None:
+            return Fate(str(site), BYPASSED, 0, _left_out(left_out))
         return Fate(str(site), BYPASSED, 0, self._no_gradient(site, seen) if is_gradient else self._failed(seen))
 
     # ------------------------------------------------------------ it ran
@@ -149,8 +168,11 @@ class _Judge:
     def _note(self, site: Site, seen: Evidence, captured: int) -> str:
         """What has to be known of a site that was captured."""
         notes = []
-        if captured < seen.calls:
-            missing = seen.calls - captured
+        left_out = seen.left_out.get(site.port, (0, 0, ""))
+        if left_out[0]:
+            notes.append(_left_out(left_out))
+        missing = seen.calls - captured - left_out[1]
+        if missing > 0:
             why = self._no_gradient(site, seen) if site.port.startswith("grad") else self._failed(seen)
             notes.append(f"{missing} of {plural(seen.calls, 'call')} missing: {why}")
         if replaced := self._replaced(site.path):
@@ -265,6 +287,10 @@ class _Judge:
         if path not in self._evidence or module is None or unreachable(module):
             return None
         return self._evidence[path].calls
+
+
+def _left_out(left_out: tuple[int, int, str]) -> str:
+    return f"{plural(left_out[0], 'value')} left out: {left_out[2]}"
 
 
 _ENDED = "the recording had ended by then"

@@ -21,7 +21,8 @@ def load(path: str | os.PathLike[str]) -> Recording:
         FormatError: There is none, or it is truncated, foreign or inconsistent.
     """
     parts = store.open_recording(path)
-    info = parts.info if not parts.ends else {**parts.info, **at_the_end(parts.ends)}
+    info = {**parts.info, **(at_the_end(parts.ends) if parts.ends else {})}
+    info.pop("torn", None)  # a copy of a recording that was opened says what is true of the other one
     if parts.torn:
         info = {**info, "torn": [str(manifest) for manifest in parts.torn]}
     return Recording(modules=parts.modules, info=info, events=parts.events)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
@@ -20,7 +21,7 @@ from hookline.record.batch import Batch, chosen_rows, kinds_of
 from hookline.record.budget import Budget
 from hookline.record.coverage import Coverage
 from hookline.record.event import Event
-from hookline.record.evidence import Evidence, coverage_of
+from hookline.record.evidence import Evidence, coverage_of, leave_out
 from hookline.record.observer import ModuleObserver
 from hookline.record.places import modules_at, sites_of
 from hookline.record.policy import Policy, policy
@@ -109,6 +110,7 @@ class Recorder:
         steps: The step that each thread is in.
         wanted: Says of a step whether its values are kept; every step by default.
         on_step: Called with the number of a step when the next one begins, and at the end.
+        noticed_from: First of the steps that ``evidence`` is about; those of an earlier run do not count.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Recorder:
         self.steps = Steps(by_hand=steps == "manual")
         self.wanted: Callable[[int], bool] = lambda step: True
         self.on_step: Callable[[int], None] = lambda step: None
+        self.noticed_from = 0
         self.recording = Recording(modules=described(model, modules), info=info_of(model, sites))
         self.evidence = {path: Evidence(module) for path, module in modules.items()}
         self._modules = {path: weakref.ref(module) for path, module in modules.items()}
@@ -157,13 +160,17 @@ class Recorder:
         if self.model is None or self._handles:
             raise OptionError("a recorder records once; call hookline.record(...) again for another recording.")
         if self._target is not None:
-            self._stream = self._target.open(self.model, self.recording, self.policy)
-            self.steps.start_at(self._target.first_step)
+            refused = functools.partial(leave_out, self.evidence)
+            self._stream = self._target.open(self.model, self.recording, self.policy, refused)
+            self.noticed_from = self._target.first_step
+            self.steps.start_at(self.noticed_from)
             self._orders = itertools.count(self._target.first_order)
         try:
             self._install(self.model)
         except BaseException:
             self.close()
+            if self._stream is not None:
+                self._stream.take_back()
             raise
         self.recording.watched_by(self)
         return self.recording
@@ -216,7 +223,7 @@ class Recorder:
         if self._final is not None:
             return self._final
         modules = {path: ref() for path, ref in self._modules.items()}
-        forwards = sum(map(self.wanted, range(self.steps.latest + 1)))
+        forwards = sum(map(self.wanted, range(self.noticed_from, self.steps.latest + 1)))
         return coverage_of(self._model_ref(), self.sites, modules, self.evidence, forwards)
 
     def name_of(self, module: nn.Module | None) -> str | None:
@@ -301,9 +308,11 @@ class Recorder:
 
     def _said(self) -> dict[str, Any]:
         waits, seconds = self.pressure
-        pressure = {"waits": waits, "waited_s": round(seconds, 3)}
-        self.recording.info |= pressure
-        return {"coverage": self.coverage().to_json(), **pressure}
+        self._final = None  # values may have been left out since
+        self._final = self.coverage()
+        said = {"coverage": self._final.to_json(), "waits": waits, "waited_s": round(seconds, 3)}
+        self.recording.info |= said
+        return said
 
     def put(self, site: Site, mark: Mark, backward: int, structure: Structure, leaves: list[Any]) -> bool:
         """Keep one value of one call; observers do this.
@@ -335,7 +344,8 @@ class Recorder:
         if captured is None:
             return False
         kept, size = captured
-        event = Event(next(self._orders), step, site.path, site.port, call, backward, keep(structure, kept))
+        value, writer = keep(structure, kept), 0 if self._target is None else self._target.number
+        event = Event(next(self._orders), step, site.path, site.port, call, backward, value, writer=writer)
         if batch is not None and any(tensors := kinds_of(batch, kinds, kept)):
             event.batch, event.kinds = batch, tensors
         self._add(site, event)

@@ -358,7 +358,10 @@ class Recording:
         recorder = None if self._recorder is None else self._recorder()
         if recorder is not None:
             return recorder.pressure  # type: ignore[no-any-return]
-        return Pressure(int(self.info.get("waits", 0)), float(self.info.get("waited_s", 0.0)))
+        waits, seconds = self.info.get("waits"), self.info.get("waited_s")
+        if isinstance(waits, int) and isinstance(seconds, (int, float)):
+            return Pressure(waits, float(seconds))
+        return Pressure(0, 0.0)  # a file may hold anything
 
     def _live(self, what: str) -> Any:
         recorder = None if self._recorder is None else self._recorder()

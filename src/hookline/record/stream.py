@@ -8,12 +8,13 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
+from hookline.errors import ArgumentError
 from hookline.hooks import add_note
+from hookline.record.devices import marks, on_device
+from hookline.record.left_out import LeftOut
 from hookline.record.log import Log
 from hookline.report.text import plural
 from hookline.store import Staged, Tail, Writer
@@ -36,11 +37,21 @@ class Pressure(NamedTuple):
     seconds: float
 
 
-class _Held:
-    """What is held of one step."""
+class _Waiting(NamedTuple):
+    """An event in memory, with the bytes set aside for it, what has to come before, and how many came before."""
 
-    def __init__(self) -> None:
-        self.events: list[tuple[Any, int, Any]] = []  # with the bytes set aside, and what has to come before
+    event: Any
+    nbytes: int
+    after: Any
+    number: int
+
+
+class _Held:
+    """What is held of one step; ``oldest`` is the number of the first of it that is not committed."""
+
+    def __init__(self, oldest: int) -> None:
+        self.oldest = oldest
+        self.events: list[_Waiting] = []
         self.nbytes = 0
         self.staged = Staged()
         self.stored: list[Any] = []
@@ -61,10 +72,20 @@ class Stream:
         budget: Most bytes that wait.
         on_error: ``"raise"`` or ``"warn"``, when the disk refuses or the quota is reached.
         at_the_end: Whether a value may still be replaced before the recording ends, so that none is written earlier.
+        refused: Gets each event that cannot be stored, which is left out.
     """
 
     def __init__(
-        self, writer: Writer, log: Log, *, number: int, first: int, budget: int, on_error: str, at_the_end: bool
+        self,
+        writer: Writer,
+        log: Log,
+        *,
+        number: int,
+        first: int,
+        budget: int,
+        on_error: str,
+        at_the_end: bool,
+        refused: Callable[[Any, ArgumentError], None],
     ) -> None:
         self._writer = writer
         self._log = log
@@ -79,10 +100,13 @@ class Stream:
         self._over: set[int] = set()
         self._below = first  # all steps below this number are over
         self._over_since: float | None = None
-        self._used = self._held = self._waiters = 0
+        self._used = self._held = self._waiters = self._puts = 0
         self._wanted = self._closing = self._busy = False
         self._error: Exception | None = None
         self._told = False
+        self._refused = refused
+        self._warnings: list[str] = []  # for a thread of the model, where a filter may make errors of them
+        self._left_out = LeftOut(self._warnings.append)
         self._thread: threading.Thread | None = None
         self.pressure = Pressure(0, 0.0)
         log.fetch_from(self._tail.new)
@@ -97,6 +121,8 @@ class Stream:
         Raises:
             HooklineError: What has ended the recording, with ``on_error="raise"``.
         """
+        while self._warnings and os.getpid() == self._pid:
+            warnings.warn(self._warnings.pop(0), RuntimeWarning, stacklevel=2)
         if self._error is not None:
             self._tell()
         return self._error is None and os.getpid() == self._pid
@@ -135,10 +161,11 @@ class Stream:
         """Take an event for which so many bytes were set aside."""
         if self._at_the_end:
             return
-        after = _marks(event)
+        after = marks(event)
         with self._changed:
-            held = self._steps.setdefault(event.step, _Held())
-            held.events.append((event, size, after))
+            held = self._steps.setdefault(event.step, _Held(self._puts))
+            held.events.append(_Waiting(event, size, after, self._puts))
+            self._puts += 1
             held.nbytes += size
             self._held += size
             if self._is_over(event.step):
@@ -170,17 +197,20 @@ class Stream:
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Return when everything so far is committed.
+        """Return when everything that is here now is committed, whatever other threads add meanwhile.
 
         Raises:
             HooklineError: What has ended the recording, with ``on_error="raise"``.
         """
         with self._changed:
-            self._wanted = True
+            end, self._wanted = self._puts, bool(self._steps)
             self._all_over()
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._error is not None or not (self._steps or self._busy))
+            self._changed.wait_for(lambda: self._error is not None or not self._holds_any_before(end))
         self.takes  # noqa: B018 (raises what went wrong)
+
+    def _holds_any_before(self, number: int) -> bool:
+        return any(held.oldest < number for held in self._steps.values())
 
     def _all_over(self) -> None:
         for step in self._steps:
@@ -207,6 +237,13 @@ class Stream:
         with contextlib.closing(self._writer), self._as_failure():
             self._writer.end(said())
         self.takes  # noqa: B018 (raises what went wrong)
+
+    def take_back(self) -> None:
+        """There is nothing to record after all."""
+        atexit.unregister(self._close_unasked)
+        if os.getpid() == self._pid:
+            self._close()
+            self._writer.take_back()
 
     def _close(self) -> None:
         with self._changed:
@@ -307,18 +344,22 @@ class Stream:
                 held = self._steps[step]
                 held.staged, held.stored = Staged(), []
                 if held.events:  # it went on meanwhile
+                    held.oldest = held.events[0].number
                     self._note_over()
                 else:
                     del self._steps[step]
+            self._changed.notify_all()
 
     def _stage(self, held: _Held) -> None:
         """Write the shards of what is held of a step, and let it go from memory."""
         with self._changed:
             taken, nbytes = held.events[:], held.nbytes
-        events = [event for event, _, _ in taken]
-        with _on_device(after for _, _, after in taken):
-            stored = self._writer.stage(held.staged, events)
-        self._log.exchange(events, stored)
+        events = [waiting.event for waiting in taken]
+        with on_device(waiting.after for waiting in taken):
+            stored = self._writer.stage(held.staged, events, self._refuse)
+        kept, refused = self._left_out.without(events)
+        self._log.exchange(kept, stored)
+        self._log.remove(refused)
         held.stored += stored
         with self._changed:
             del held.events[: len(taken)]
@@ -326,6 +367,10 @@ class Stream:
             self._held -= nbytes
             self._used -= nbytes
             self._changed.notify_all()
+
+    def _refuse(self, event: Any, error: ArgumentError) -> None:
+        self._left_out(event, error)
+        self._refused(event, error)
 
     @contextlib.contextmanager
     def _as_failure(self) -> Iterator[None]:
@@ -335,25 +380,3 @@ class Stream:
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
-
-
-def _marks(event: Any) -> Any:
-    """Where the streams of the devices of its tensors stand; None for those of the CPU."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None
-    devices = {leaf.device for _, leaf in event.leaves() if leaf.device.type == "cuda"}
-    return {device: torch.cuda.current_stream(device).record_event() for device in devices} if devices else None
-
-
-@contextlib.contextmanager
-def _on_device(marks: Iterable[Any]) -> Iterator[None]:
-    """Copy on streams of our own, behind what computes the values and beside what comes after."""
-    found = [mark for mark in marks if mark is not None]
-    with contextlib.ExitStack() as stack:
-        for device in {device for mark in found for device in mark}:
-            stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for mark in found:
-                if device in mark:
-                    stream.wait_event(mark[device])
-            stack.enter_context(torch.cuda.stream(stream))
-        yield

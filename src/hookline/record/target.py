@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hookline import store
-from hookline.errors import OptionError
+from hookline.errors import ArgumentError, OptionError
 from hookline.hooks import original_class
 from hookline.record.policy import Policy, parse_bytes
 from hookline.record.stream import BUDGET, Stream
@@ -61,6 +61,7 @@ class Target:
         resume: Whether to go on with what is there.
 
     Attributes:
+        number: Number of this writer, the rank of the process.
         first_step: Number of the first step that is recorded now.
         first_order: Number of the first event.
         ids: Of the samples that are recorded already.
@@ -69,14 +70,16 @@ class Target:
     def __init__(self, folder: str | os.PathLike[str], quota: int | None, on_error: str, resume: bool) -> None:
         self._folder = os.path.abspath(folder)
         self._quota, self._on_error, self._resume = quota, on_error, resume
-        self._number = int(os.environ.get("RANK", "0"))
+        self.number = int(os.environ.get("RANK", "0"))
         self.first_step = self.first_order = 0
         self.ids: frozenset[int | str] = frozenset()
         if not resume:
-            store.check_free(self._folder, writer=self._number)
+            store.check_free(self._folder, writer=self.number)
 
-    def open(self, model: nn.Module, recording: Recording, policy: Policy) -> Stream:
-        """Make the folder, or join it.
+    def open(
+        self, model: nn.Module, recording: Recording, policy: Policy, refused: Callable[[Any, ArgumentError], None]
+    ) -> Stream:
+        """Make the folder, or join it; ``refused`` gets each event that cannot be stored.
 
         Raises:
             OptionError: What is there cannot be gone on with.
@@ -89,18 +92,19 @@ class Target:
             self._folder,
             info=recording.info,
             modules=recording.modules,
-            writer=self._number,
+            writer=self.number,
             again=self._resume,
             quota=self._quota,
         )
         return Stream(
             writer,
             recording.log,
-            number=self._number,
+            number=self.number,
             first=self.first_step,
             budget=policy.budget or BUDGET,
             on_error=self._on_error,
             at_the_end=policy.keep == "last",
+            refused=refused,
         )
 
     def _go_on(self, parts: StoredParts, recording: Recording) -> None:
@@ -111,7 +115,7 @@ class Target:
                     f"{self._folder} was recorded with other {_TOLD[name]}: {_shown(there)} there, {_shown(here)} "
                     "here. Resume with the same ones, or record into another folder."
                 )
-        own = [event for event in parts.events if event.writer == self._number]
+        own = [event for event in parts.events if event.writer == self.number]
         self.first_step = max((event.step for event in own), default=-1) + 1
         batches = {id(event.batch): event.batch for event in parts.events if event.batch is not None}
         last = max((event.order for event in (*own, *batches.values())), default=-1)

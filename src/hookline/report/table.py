@@ -161,13 +161,13 @@ class _Report:
 
     def table(self, width: int) -> Table:
         if not self.rows:
-            return _sentence(_nothing(self.recording))
+            return _sentence("\n".join([_nothing(self.recording), *_notes(self.recording)]))
         columns = [_Column(name, [cell(row) for row in self.rows], name in _RIGHT) for name, cell in _COLUMNS]
         same = [c for c in columns if c.header in ("port", "calls", "dtype") and c.is_the_same_everywhere]
         columns = [c for c in columns if c not in same and any(cell.plain for cell in c.cells)]
-        title, caption = self._title(same), self._caption(width)
+        title, caption = self._title(same), "\n".join([self._caption(width), *_notes(self.recording)])
         columns, gap = _fit(columns, width)
-        _widen(columns, gap, width, min(width, max(map(cell_len, [*title.splitlines(), caption]))))
+        _widen(columns, gap, width, min(width, max(map(cell_len, [*title.splitlines(), *caption.splitlines()]))))
         made = self._with_values(columns, gap) if self.values else _grid(columns, gap, range(len(self.rows)))
         made.title, made.title_style = Text(title, no_wrap=True, overflow="ellipsis"), "bold"
         made.caption, made.caption_style = Text(caption), ""
@@ -239,6 +239,17 @@ def _nothing(recording: Any) -> str:
     of = f" of the {plural(count, 'module')}" if count else ""
     advice = "run the model, and backward() for gradients, inside the with-block"
     return f"Nothing was recorded: no chosen site{of} was reached; {advice}."
+
+
+def _notes(recording: Any) -> list[str]:
+    """What has to be known of how it was written; what a file says of it may be anything."""
+    torn, (waits, seconds) = recording.info.get("torn"), recording.pressure
+    names = [printable("/".join(name.split("/")[-2:])) for name in map(str, torn)] if isinstance(torn, list) else []
+    where = ", ".join(names)
+    notes = [f"unfinished last line, not read: {where} (its writer was killed, or is at it)"] if names else []
+    if waits > 0:
+        notes.append(f"the model waited {plural(waits, 'time')} for the disk, {seconds:.1f} s in all")
+    return notes
 
 
 def _sentence(text: str) -> Table:

@@ -18,8 +18,18 @@ from hookline.store.dump import dump_commit
 from hookline.store.event_like import EventLike
 from hookline.store.folders import sync_folder
 from hookline.store.format import BATCH, MANIFEST, Line, ShardLine
-from hookline.store.planned import Planned, data_of, halves, in_shards, names_of, part_of, with_batches
-from hookline.store.reader import StoredEvent, stored_events
+from hookline.store.planned import (
+    Planned,
+    Refused,
+    data_of,
+    halves,
+    in_shards,
+    names_of,
+    or_refused,
+    part_of,
+    with_batches,
+)
+from hookline.store.reader import StoredEvent, stored_events, writer_number
 from hookline.store.shard import Shard, write_shard
 from hookline.store.tensors import Stored, write_all
 
@@ -83,6 +93,7 @@ class Appender:
 
     def __init__(self, folder: Path, *, quota: int | None = None) -> None:
         self._folder = folder
+        self._number = writer_number(folder)
         self._manifest = open(folder / MANIFEST, "r+b", buffering=0)  # noqa: SIM115 (closed by close)
         self._one_at_a_time = threading.Lock()  # autograd runs backward hooks in threads of its own
         self._shards = 0  # numbers that were given away; none is used twice, whatever became of its file
@@ -90,30 +101,30 @@ class Appender:
         self._quota = quota
         self._used = 0
 
-    def append(self, events: Iterable[EventLike]) -> list[StoredEvent]:
+    def append(self, events: Iterable[EventLike], refused: Refused | None = None) -> list[StoredEvent]:
         """Write events as one commit; when it returns, they survive a crash of the process and of the machine.
 
         A reader finds all of them or none. Only when their line would be longer than `format.MAX_LINE` are they
         several commits, of which a crash may leave the first ones.
 
         Returns:
-            The events as they stand on disk, in the same order.
+            The events as they stand on disk, in the same order, without those that were refused.
 
         Raises:
-            ArgumentError: An event holds something that cannot be stored.
+            ArgumentError: An event holds something that cannot be stored, and ``refused`` is None.
             QuotaError: They would pass the quota.
             OSError: The disk refused.
         """
         staged = Staged()
         try:
-            written = self.stage(staged, events)
+            written = self.stage(staged, events, refused)
             self.commit([staged])
         except BaseException:
             self.discard(staged)
             raise
         return written
 
-    def stage(self, staged: Staged, events: Iterable[EventLike]) -> list[StoredEvent]:
+    def stage(self, staged: Staged, events: Iterable[EventLike], refused: Refused | None = None) -> list[StoredEvent]:
         """Write the shards of more events; `commit` makes them part of the recording. After an error none was added.
 
         Raises:
@@ -123,8 +134,8 @@ class Appender:
             names, parts = len(staged._names), [*staged._parts]
             before = len(parts)
             try:
-                for batch in in_shards(with_batches(events, {*staged._batches})):
-                    self._stage_batch(staged, batch, parts)
+                for batch in in_shards(with_batches(events, {*staged._batches}), refused):
+                    self._stage_batch(staged, batch, parts, refused)
                 staged._parts = tuple(parts)
             except BaseException:
                 staged._parts = staged._parts[:before]
@@ -164,11 +175,18 @@ class Appender:
                 self._used -= staged.nbytes
                 staged._names, staged._parts = [], ()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was committed."""
+        return self._complete.lines == 0
+
     def close(self) -> None:
         """Close the manifest."""
         self._manifest.close()
 
-    def _stage_batch(self, staged: Staged, batch: list[Planned], parts: list[_Written]) -> None:
+    def _stage_batch(
+        self, staged: Staged, batch: list[Planned], parts: list[_Written], refused: Refused | None
+    ) -> None:
         """Write a batch as one shard; as several where its line would be too long."""
         rest = [batch]
         while rest:
@@ -185,11 +203,13 @@ class Appender:
                 entry = written()
             if size + _LINE_OVERHEAD > layout.MAX_LINE:
                 self._remove([name])
-                rest += reversed(halves(some, size))
+                with or_refused(some[0].event, refused):
+                    rest += reversed(halves(some, size))
                 continue
             place = self._folder / MANIFEST
             shards = {} if entry is None else {name: Shard(self._folder / name, entry.nbytes)}
-            events = stored_events(part.lines, shards, [place] * len(part.lines), staged._batches)
+            places = [place] * len(part.lines)
+            events = stored_events(part.lines, shards, places, staged._batches, self._number)
             parts.append(_Written(part.texts, size, events, entry))
             self._used += parts[-1].nbytes
 

@@ -187,6 +187,18 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_empty(folder: Path) -> None:
+    """Delete a recording that no writer is in, as far as that is possible."""
+    if os.listdir(folder) != [HEAD]:
+        return
+    old = hidden(folder, "old")
+    os.rename(folder, old)
+    if os.listdir(old) == [HEAD]:
+        remove(old)
+    else:  # somebody has joined it meanwhile
+        os.rename(old, folder)
+
+
 def write_synced(path: Path, data: bytes) -> None:
     """Write a new file and wait until the disk has it; its name, the folder has to be synced."""
     with open(path, "xb", buffering=0) as file:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,7 +20,18 @@ from hookline.store.strict_json import LARGEST
 from hookline.store.structure import encode
 from hookline.store.tensors import Stored, stored
 
-__all__ = ["Part", "Planned", "data_of", "halves", "in_shards", "names_of", "part_of", "with_batches"]
+__all__ = [
+    "Part",
+    "Planned",
+    "Refused",
+    "data_of",
+    "halves",
+    "in_shards",
+    "names_of",
+    "or_refused",
+    "part_of",
+    "with_batches",
+]
 
 SHARD_BYTES = 256 << 20
 """Bytes of tensor data after which a flush begins another shard."""
@@ -28,6 +40,10 @@ SHARD_NAMES = 32 << 20
 _NAME_OVERHEAD = 100
 _SHARD_OVERHEAD = 200
 """Bytes of a shard in a manifest line, and more."""
+
+
+Refused = Callable[[EventLike, ArgumentError], None]
+"""Gets an event that cannot be stored, which is left out."""
 
 
 class Planned(NamedTuple):
@@ -77,12 +93,27 @@ def with_batches(events: Iterable[EventLike], known: set[int]) -> Iterator[Event
         yield event
 
 
-def in_shards(events: Iterable[EventLike]) -> Iterator[list[Planned]]:
+@contextlib.contextmanager
+def or_refused(event: EventLike, refused: Refused | None) -> Iterator[None]:
+    """Hand on an event that cannot be stored; never what the rows of others are, which would then name nothing."""
+    try:
+        yield
+    except ArgumentError as error:
+        if refused is None or event.port == BATCH:
+            raise
+        refused(event, error)
+
+
+def in_shards(events: Iterable[EventLike], refused: Refused | None) -> Iterator[list[Planned]]:
     """Events in groups that fill a shard each."""
     batch: list[Planned] = []
     nbytes = names = 0
     for event in events:
-        planned = _plan(event)
+        planned = None
+        with or_refused(event, refused):
+            planned = _plan(event)
+        if planned is None:
+            continue
         nbytes, names = nbytes + planned.nbytes, names + planned.name_size
         if batch and (nbytes > SHARD_BYTES or names > SHARD_NAMES):
             yield batch

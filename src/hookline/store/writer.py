@@ -15,6 +15,7 @@ from hookline.store import folders
 from hookline.store.appender import Appender, Staged
 from hookline.store.event_like import EventLike
 from hookline.store.format import END, ModuleInfo, dump_end, dump_head, writer_name
+from hookline.store.planned import Refused
 from hookline.store.reader import StoredEvent
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -61,39 +62,45 @@ class Writer:
             raise OptionError(f"writer has to be a number from 0 on, got {writer}. Pass the rank of the process.")
         head, own = dump_head(info, modules), writer_name(writer)
         self.folder = folders.place_of(folder)
+        self._made = False
         with _writing(self.folder):
             if overwrite:
                 _replace(self.folder, head, own, writer)
             else:
-                _claim(self.folder, head, own, writer, again=again)
+                self._made = _claim(self.folder, head, own, writer, again=again)
             self._appender = Appender(self.folder / own, quota=quota)
         self.part = self.folder / own
         self._closed = False
 
-    def append(self, events: Iterable[EventLike]) -> list[StoredEvent]:
+    def append(self, events: Iterable[EventLike], refused: Refused | None = None) -> list[StoredEvent]:
         """Write some events and wait until the disk has them. After an error, it is as if it had not been called.
 
         They are one commit: a reader finds all of them or none, also after a crash. Only where they need more than
         64 MiB of JSON, some 200,000 tensors, are they several commits, of which a crash may leave the first ones.
 
+        Args:
+            events: The events.
+            refused: Gets each event that cannot be stored, and why; the others are written.
+
         Returns:
-            The events as they stand on disk, in the same order.
+            The events as they stand on disk, in the same order, without those that were refused.
 
         Raises:
-            ArgumentError: An event holds something that cannot be stored.
+            ArgumentError: An event holds something that cannot be stored, and ``refused`` is None.
             FormatError: The disk is full or refuses. What was appended before can be read.
             QuotaError: The quota would be passed.
             OptionError: The writer is closed.
         """
         with self._writing("Append"):
-            return self._appender.append(events)
+            return self._appender.append(events, refused)
 
-    def stage(self, staged: Staged, events: Iterable[EventLike]) -> list[StoredEvent]:
+    def stage(self, staged: Staged, events: Iterable[EventLike], refused: Refused | None = None) -> list[StoredEvent]:
         """Write the shards of more events, which no reader sees before they are committed.
 
         Args:
             staged: Gets them added; begin with ``Staged()``. After an error it is as before.
             events: The events.
+            refused: As for `append`.
 
         Returns:
             The events as they stand on disk, in the same order; they can be read at once.
@@ -102,7 +109,7 @@ class Writer:
             ArgumentError, FormatError, QuotaError, OptionError: As for `append`.
         """
         with self._writing("Append"):
-            return self._appender.stage(staged, events)
+            return self._appender.stage(staged, events, refused)
 
     def commit(self, several: Sequence[Staged]) -> None:
         """Make what was staged part of the recording, as one commit, and wait until the disk has it.
@@ -139,6 +146,15 @@ class Writer:
         head = dump_head(info, modules)
         with self._writing("Describe"):
             folders.write_head(self.folder, head)
+
+    def take_back(self) -> None:
+        """Close, and delete this part if nothing was committed to it, with a recording that was made for it alone."""
+        self.close()
+        if self._appender.is_empty:
+            folders.remove(self.part)
+            if self._made:
+                with contextlib.suppress(OSError):
+                    folders.remove_empty(self.folder)
 
     def close(self) -> None:
         """Close the files. Nothing is left to be written."""
@@ -228,12 +244,13 @@ def _put(draft: Path, folder: Path, overwrite: bool) -> None:
         folders.publish(draft, folder)
 
 
-def _claim(folder: Path, head: bytes, own: str, writer: int, *, again: bool = False) -> None:
-    """Make a new recording, or join one that has no part of this writer yet; any with ``again``."""
+def _claim(folder: Path, head: bytes, own: str, writer: int, *, again: bool = False) -> bool:
+    """Make a new recording, or join one that has no part of this writer yet; any with ``again``. True for a new one."""
     if not folders.is_taken(folder):
         draft = folders.make_draft(folder, head, own)
         try:
-            return folders.publish(draft, folder)
+            folders.publish(draft, folder)
+            return True
         except BaseException as error:
             folders.remove(draft)
             if not isinstance(error, OSError) or not folders.is_taken(folder):
@@ -241,11 +258,13 @@ def _claim(folder: Path, head: bytes, own: str, writer: int, *, again: bool = Fa
     if not again and folders.parts_of(folder, writer):
         folders.refuse_taken(folder)
     folders.add_writer(folder, own)
+    return False
 
 
 def _replace(folder: Path, head: bytes, own: str, writer: int) -> None:
     if not folders.is_taken(folder):
-        return _claim(folder, head, own, writer)
+        _claim(folder, head, own, writer)
+        return
     folders.check_replaceable(folder)
     if writer != 0:
         for part in folders.parts_of(folder, writer):
