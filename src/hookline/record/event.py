@@ -59,6 +59,10 @@ class Event:
         """Value path, dtype and shape of each tensor in the value."""
         return [(path, leaf.dtype, leaf.shape) for path, leaf in self.leaves()]
 
+    def outline(self) -> Any:
+        """The value, of whose tensors only dtype and shape are to be looked at."""
+        return self.value
+
     def summaries(self) -> dict[str, Summary]:
         """Statistics of each tensor, by value path."""
         if self._summaries is None:

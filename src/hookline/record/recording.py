@@ -20,6 +20,7 @@ from hookline.record.dataset import Batches
 from hookline.record.export import export
 from hookline.record.log import Log
 from hookline.record.rows import Rows
+from hookline.record.scaled_rows import rows_of
 from hookline.record.step_parts import StepParts
 from hookline.record.stream import Pressure
 from hookline.record.tables import to_pandas, to_polars
@@ -181,7 +182,7 @@ class Recording:
         events = [event for event in record.events if event.port == wanted.port]
         if not events:
             raise SiteError(record.missing(wanted.port))
-        return Rows(wanted, events, leaf)
+        return rows_of(wanted, events, leaf)
 
     def dataset(self, sites: Site | str | Sequence[Site | str], **options: Any) -> Batches:
         """Batches of the rows of some sites, for training on what was recorded.
