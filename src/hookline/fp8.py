@@ -72,13 +72,11 @@ def scaled(tensor: Tensor) -> Scaled:
         OptionError: A finite number is too large for any float32 scale, which only float64 has.
     """
     wide = tensor.as_subclass(Tensor).to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
-    finite = wide.isfinite()
-    # torch's own cast saturates an infinity to 448 in some releases
-    wide = torch.where(finite, wide, torch.nan)
-    if wide.shape[-1]:
-        largest = torch.where(finite, wide, 0).abs().amax(-1, keepdim=True)
-    else:
-        largest = wide.new_zeros((*wide.shape[:-1], 1))
+    largest = _largest(wide)
+    if wide.device.type != "cpu" or not largest.isfinite().all():  # elsewhere, to ask would wait for the device
+        finite = wide.isfinite()
+        largest = _largest(torch.where(finite, wide, 0))
+        wide = torch.where(finite, wide, torch.nan)  # some releases cast an infinity to 448
     if wide.dtype == torch.float64 and not wide.is_meta and bool((largest > _WIDEST).any()):
         raise OptionError(
             f'dtype="fp8" reaches numbers up to {_WIDEST:.3g}, a tensor of shape {list(tensor.shape)} has '
@@ -86,6 +84,11 @@ def scaled(tensor: Tensor) -> Scaled:
         )
     scale = torch.where(largest == 0, 1.0, (largest / _LARGEST).clamp(min=_SMALLEST_SCALE)).to(torch.float32)
     return Scaled((wide / scale).to(torch.float32).to(_DATA), scale)
+
+
+def _largest(wide: Tensor) -> Tensor:
+    """The largest magnitude of each row."""
+    return wide.abs().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros((*wide.shape[:-1], 1))
 
 
 # ---------------------------------------------------------------- and back

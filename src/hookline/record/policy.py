@@ -43,7 +43,7 @@ class Policy:
             ArgumentError: ``reduce`` returned neither a tensor nor a number.
             OptionError: A number is too large for ``dtype="fp8"``.
         """
-        if tensor.is_inference() and torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled() and (tensor.is_inference() or self.dtype is not None):
             with torch.inference_mode(False):  # what is computed in that mode is of no use where gradients are
                 return self.capture(snapshot(tensor), site)
         kept = self._as_it_stands(_unwrapped(tensor))

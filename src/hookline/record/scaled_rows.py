@@ -111,7 +111,7 @@ class ScaledRows(Rows):
         if len(self.shape) > 1:
             return restored(data, self._scale[index])
         # a value with one dimension has one scale for all of its rows
-        scale = self._scale[self._values_of(index)].squeeze(-1)
+        scale = self._scale[self._values_of(index)]
         return restored(data, scale if data.dim() else scale[0])
 
     def _values_of(self, index: Any) -> npt.NDArray[np.int64]:
