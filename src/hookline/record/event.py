@@ -64,7 +64,7 @@ class Event:
         return self.value
 
     def summaries(self) -> dict[str, Summary]:
-        """Statistics of each tensor, by value path."""
+        """Statistics of each tensor as it is kept, by value path; with ``dtype="fp8"`` of data and of scale."""
         if self._summaries is None:
             self._summaries = {path: summarize(leaf) for path, leaf in self.leaves()}
         return self._summaries

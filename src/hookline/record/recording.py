@@ -167,7 +167,8 @@ class Recording:
 
         Args:
             site: Such as ``"h.3:output"``.
-            leaf: Value path of the tensor where the values hold several, such as ``"output[0]"``.
+            leaf: Value path of the tensor where the values hold several, such as ``"output[0]"``. With ``dtype="fp8"``
+                that gives float32, ``"output[0].data"`` and ``"output[0].scale"`` what is kept.
 
         Returns:
             ``rows[7]`` is a row, ``rows[10:20]`` and ``rows[[3, 1, 4]]`` are tensors of rows, ``rows.place(7)`` says
