@@ -19,9 +19,9 @@ from hypothesis.extra import numpy as nps
 from torch import Tensor
 
 from hookline.errors import ArgumentError, FormatError
-from hookline.stats import Summary, merge, summarize
-from hookline.stats import summary as summary_module
-from hookline.stats.summary import pieces
+from hookline.stats import Summary, compute, merge, summarize, summarize_all
+from hookline.stats import pieces as pieces_module
+from hookline.stats.pieces import pieces
 
 NAN, INF = math.nan, math.inf
 NUMBERS = ("mean", "std", "min", "max", "l2")
@@ -202,7 +202,7 @@ def test_any_values_agree_with_numpy(values: np.ndarray) -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summary_module, "CPU_CHUNK", 50)
+    monkeypatch.setattr(pieces_module, "CPU_CHUNK", 50)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -236,11 +236,11 @@ def test_pieces_are_small_views_that_hold_every_element_once() -> None:
 
 def test_a_large_tensor_is_never_upcast_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    real = summary_module.as_float64
-    monkeypatch.setattr(summary_module, "as_float64", lambda piece: seen.append(piece.numel()) or real(piece))
+    real = compute.as_float64
+    monkeypatch.setattr(compute, "as_float64", lambda piece: seen.append(piece.numel()) or real(piece))
     summarize(torch.ones(1 << 20, dtype=torch.float16))
     assert sum(seen) == 1 << 20
-    assert max(seen) <= summary_module.CPU_CHUNK < 1 << 20
+    assert max(seen) <= pieces_module.CPU_CHUNK < 1 << 20
 
 
 # ---------------------------------------------------------------- layouts
@@ -340,10 +340,10 @@ def test_inside_vmap_only_the_size_is_known() -> None:
 
 
 def test_an_error_of_the_device_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: Tensor) -> Tensor:
+    def fail() -> Tensor:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(torch, "count_nonzero", fail)
+    monkeypatch.setattr(torch.linalg, "vector_norm", lambda *_, **__: fail())
     with pytest.raises(RuntimeError, match="device-side assert"):
         summarize(torch.ones(3))
 
@@ -499,3 +499,56 @@ def test_from_dict_needs_every_field() -> None:
 
 def test_from_dict_takes_whole_numbers_for_statistics() -> None:
     assert Summary.from_dict({**GOOD, "mean": 1}) == Summary.from_dict(GOOD)
+
+
+# ---------------------------------------------------------------- many at once
+
+
+@st.composite
+def some_tensors(draw: st.DrawFn) -> list[Tensor]:
+    """Tensors of a few sizes and dtypes, some of them in another layout, with values of every magnitude."""
+    number = st.floats(width=32) | st.floats(-2, 2, width=16) | st.sampled_from([0.0, 1e-40, 1e30, 1e4])
+    found = []
+    for _ in range(draw(st.integers(0, 12))):
+        size = draw(st.sampled_from([1, 2, 7, 300, 5000]))
+        values = draw(st.lists(number, min_size=1, max_size=min(size, 7)))
+        tensor = torch.tensor(values, dtype=torch.float32).repeat(size // len(values) + 1)[:size]
+        dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int32]))
+        tensor = tensor.nan_to_num(0, 0, 0).clamp(-1e9, 1e9).to(dtype) if dtype is torch.int32 else tensor.to(dtype)
+        found.append(draw(st.sampled_from([tensor, tensor[::2], tensor[:0], tensor.view(-1, 1).t()])))
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(some_tensors())
+def test_many_at_once_give_the_same_bits_as_one_by_one(tensors: list[Tensor]) -> None:
+    got, want = summarize_all(tensors), [summarize(tensor) for tensor in tensors]
+    assert [repr(one) for one in got] == [repr(one) for one in want]
+
+
+def test_many_at_once_where_some_cannot_be_read() -> None:
+    tensors = [torch.ones(3), torch.ones(3, device="meta"), torch.eye(3).to_sparse(), torch.ones(3), torch.ones(0)]
+    assert [one.numel for one in summarize_all(tensors)] == [3, 3, 9, 3, 0]
+    assert [one.zeros for one in summarize_all(tensors)] == [0, 0, 6, 0, 0]
+    with pytest.raises(ArgumentError, match=r"^summarize takes a torch\.Tensor; got int"):
+        summarize_all([torch.ones(3), 3])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_at_once_do_not_depend_on_their_neighbours(threads: int) -> None:
+    """A row among 128 others and alone, random values of each size up to what is taken together."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for size in (3, 64, 511, 512, 1000, 4096):
+            rows = torch.randn(128, size)
+            assert summarize_all(list(rows)) == [summarize(row) for row in rows]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_statistics_do_not_make_a_snapshot_real() -> None:
+    for dtype in (torch.float32, torch.float64):
+        tensors = [torch._lazy_clone(torch.randn(size, dtype=dtype)) for size in (5, 5, 100_000)]
+        summarize_all(tensors)
+        assert all(map(torch._C._is_cow_tensor, tensors))

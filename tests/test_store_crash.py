@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from hookline import store
-from hookline.errors import FormatError
+from hookline.errors import ArgumentError, FormatError
 from hookline.record.event import Event
-from hookline.store import Writer, appender, folders, verify
+from hookline.store import Writer, appender, folders, planned, verify
 from hookline.store import format as layout
 
 from .appends import appends, finish, start
@@ -39,7 +39,7 @@ def test_an_error_between_shard_and_line(place: str, tmp_path: Path, monkeypatch
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(appender, "SHARD_BYTES", 100)
+    monkeypatch.setattr(planned, "SHARD_BYTES", 100)
     with Writer(tmp_path / "run", info={}, modules={}) as writer:
         writer.append(map(event, range(3)))
         before = files(tmp_path)
@@ -150,7 +150,7 @@ def test_what_is_waited_for_before_what(tmp_path: Path, monkeypatch: pytest.Monk
 
         return call
 
-    monkeypatch.setattr(appender, "SHARD_BYTES", 16)
+    monkeypatch.setattr(planned, "SHARD_BYTES", 16)
     with Writer(tmp_path / "run", info={}, modules={}) as writer:
         real = appender.write_all
         monkeypatch.setattr(
@@ -187,7 +187,7 @@ def lines_of(folder: Path) -> list[bytes]:
 
 
 def test_an_append_is_one_line_whatever_shards_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appender, "SHARD_BYTES", 100)
+    monkeypatch.setattr(planned, "SHARD_BYTES", 100)
     store.save(tmp_path / "run", info={}, modules={}, events=map(event, range(20)))
     (line,) = lines_of(tmp_path / "run")
     assert line.count(b'"crc32c"') == len(list(tmp_path.glob("run/w*/*.safetensors"))) == 4
@@ -198,7 +198,7 @@ def test_an_append_that_needs_too_long_a_line_is_cut(tmp_path: Path, monkeypatch
     with Writer(tmp_path / "run", info={}, modules={}) as writer:
         written = writer.append([*map(event, range(20)), Event(20, 0, "b", "output", 0, 0, None)])
         before = files(tmp_path)
-        with pytest.raises(store.appender.ArgumentError, match=r"need a manifest line of \d+ bytes, at most 2000 are"):
+        with pytest.raises(ArgumentError, match=r"need a manifest line of \d+ bytes, at most 2000 are"):
             writer.append([event(21), Event(22, 0, "b", "output", 0, 0, "x" * 2000)])
         assert files(tmp_path) == before
         writer.append([event(21)])

@@ -11,7 +11,8 @@ import torch
 
 from hookline import store
 from hookline.record.event import Event
-from hookline.stats.summary import Summary, summarize
+from hookline.stats.compute import summarize
+from hookline.stats.summary import Summary
 from hookline.values import Arguments, Fields, Opaque
 
 MASK = torch.tensor([True, False])

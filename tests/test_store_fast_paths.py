@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hookline.store import tensors
-from hookline.store.format import EventLine, TensorLine, dump_event
+from hookline.store.dump import dump_event
+from hookline.store.format import EventLine, TensorLine
 
 COUNT = st.integers(0, 2**63 - 1)
 SUMMARY = st.fixed_dictionaries(

@@ -18,7 +18,7 @@ import torch
 from hookline import store
 from hookline.errors import ArgumentError, FormatError, OptionError
 from hookline.record.event import Event
-from hookline.store import ModuleInfo, Writer, appender, folders
+from hookline.store import ModuleInfo, Writer, folders, planned
 
 MODULES = {"": ModuleInfo("Net", 3), "a": ModuleInfo("Linear", 3)}
 
@@ -69,14 +69,14 @@ def test_append_and_read(tmp_path: Path) -> None:
 
 
 def test_a_large_flush_is_cut_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appender, "SHARD_BYTES", 100)
+    monkeypatch.setattr(planned, "SHARD_BYTES", 100)
     save(tmp_path / "run", *range(10))  # 16 bytes each
     assert len(list(tmp_path.glob("run/w00000-*/*.safetensors"))) == 2
     assert read(tmp_path / "run") == [*range(10)]
 
 
 def test_many_names_are_cut_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appender, "SHARD_NAMES", 400)
+    monkeypatch.setattr(planned, "SHARD_NAMES", 400)
     save(tmp_path / "run", *range(10))
     assert len(list(tmp_path.glob("run/w00000-*/*.safetensors"))) == 4
     assert read(tmp_path / "run") == [*range(10)]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
-from hookline.record.stream import wait_out
+from hookline.store.background import Background
 
 __all__ = ["run_apart"]
 
@@ -19,19 +18,4 @@ def run_apart(function: Callable[[], None]) -> None:
     Raises:
         Exception: What the function raises.
     """
-    errors: list[BaseException] = []
-    thread = threading.Thread(target=_guarded, args=(function, errors), name="hookline", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # no more threads, or the interpreter is shutting down
-        return function()
-    wait_out(thread)
-    if errors:
-        raise errors[0]
-
-
-def _guarded(function: Callable[[], None], errors: list[BaseException]) -> None:
-    try:
-        function()
-    except BaseException as error:
-        errors.append(error)
+    Background(function).result()

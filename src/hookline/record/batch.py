@@ -89,7 +89,7 @@ class Batch:
         """Value path and tensor of each tensor."""
         return [(path, leaf) for path, leaf in walk(self.value, BATCH) if isinstance(leaf, Tensor)]
 
-    def summaries(self) -> dict[str, Any]:
+    def known_summaries(self) -> dict[str, Any]:
         """None: they are no measurements."""
         return {}
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.stats.summary import Summary, summarize
+from hookline.stats.compute import summarize
+from hookline.stats.summary import Summary
 from hookline.values import walk
 
 __all__ = ["Event"]
@@ -46,6 +47,8 @@ class Event:
     def leaves(self) -> list[tuple[str, Tensor]]:
         """Value path and tensor of each tensor in the value."""
         root = "args" if self.port in ("input", "grad_input") else "output"
+        if type(self.value) is Tensor:
+            return [(root, self.value)]
         return [(path, leaf) for path, leaf in walk(self.value, root) if isinstance(leaf, Tensor)]
 
     def leaf(self, place: int) -> Tensor:
@@ -62,6 +65,10 @@ class Event:
     def outline(self) -> Any:
         """The value, of whose tensors only dtype and shape are to be looked at."""
         return self.value
+
+    def known_summaries(self) -> dict[str, Summary] | None:
+        """Statistics by value path, if somebody has asked for them."""
+        return self._summaries
 
     def summaries(self) -> dict[str, Summary]:
         """Statistics of each tensor as it is kept, by value path; with ``dtype="fp8"`` of data and of scale."""

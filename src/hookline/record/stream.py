@@ -17,8 +17,9 @@ from hookline.hooks import add_note
 from hookline.record.log import Log
 from hookline.report.text import plural
 from hookline.store import Staged, Tail, Writer
+from hookline.store.background import wait_out
 
-__all__ = ["BUDGET", "Pressure", "Stream", "wait_out"]
+__all__ = ["BUDGET", "Pressure", "Stream"]
 
 BUDGET = 10**9
 """Bytes that may wait for the disk unless a budget is given."""
@@ -334,15 +335,6 @@ class Stream:
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
-
-
-def wait_out(thread: threading.Thread) -> None:
-    """Wait for the end of a thread, interrupted or not: what is half written must be whole before anybody goes on."""
-    try:
-        thread.join()
-    except BaseException:  # a KeyboardInterrupt
-        thread.join()
-        raise
 
 
 def _marks(event: Any) -> Any:

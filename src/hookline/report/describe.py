@@ -20,7 +20,9 @@ from hookline.report.text import (
     trouble_text,
     values_text,
 )
-from hookline.stats.summary import CHUNK, Summary, summarize
+from hookline.stats.compute import summarize
+from hookline.stats.pieces import CHUNK
+from hookline.stats.summary import Summary
 from hookline.values import Opaque, walk
 
 __all__ = ["describe"]

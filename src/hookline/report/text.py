@@ -14,7 +14,8 @@ import torch
 from rich.cells import cell_len
 from torch import Tensor
 
-from hookline.stats.summary import Summary, as_float64, pieces
+from hookline.stats.pieces import as_float64, pieces
+from hookline.stats.summary import Summary
 
 __all__ = [
     "ABSENT",

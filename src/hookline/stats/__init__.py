@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from hookline.stats.summary import Summary, merge, summarize
+from hookline.stats.compute import summarize, summarize_all
+from hookline.stats.summary import Summary, merge
 
-__all__ = ["Summary", "merge", "summarize"]
+__all__ = ["Summary", "merge", "summarize", "summarize_all"]

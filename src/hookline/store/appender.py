@@ -4,68 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor
-
-from hookline.errors import ArgumentError, QuotaError
-from hookline.stats.summary import Summary
+from hookline.errors import QuotaError
 from hookline.store import format as layout
+from hookline.store.background import Background
+from hookline.store.dump import dump_commit
 from hookline.store.event_like import EventLike
 from hookline.store.folders import sync_folder
-from hookline.store.format import BATCH, MANIFEST, PORTS, EventLine, Line, ShardLine, TensorLine
-from hookline.store.names import prefix_of, unique
+from hookline.store.format import BATCH, MANIFEST, Line, ShardLine
+from hookline.store.planned import Planned, data_of, halves, in_shards, names_of, part_of, with_batches
 from hookline.store.reader import StoredEvent, stored_events
 from hookline.store.shard import Shard, write_shard
-from hookline.store.strict_json import LARGEST
-from hookline.store.structure import encode
-from hookline.store.tensors import Stored, stored, write_all
+from hookline.store.tensors import Stored, write_all
 
-SHARD_BYTES = 256 << 20
-"""Bytes of tensor data after which a flush begins another shard."""
-SHARD_NAMES = 32 << 20
-"""Characters of tensor names after which it does; the safetensors library reads headers up to 100 MB."""
-_NAME_OVERHEAD = 100
-_LINE_OVERHEAD, _SHARD_OVERHEAD = 100, 200
-"""More bytes of a manifest line than the line itself, and each of its shards, need apart from the events."""
-
-
-class _Planned(NamedTuple):
-    """An event that is ready to be written: the place of a tensor is (value path, stored form)."""
-
-    event: EventLike
-    structure: Any
-    tensors: list[tuple[str, Stored]]
-    prefix: str
-
-    def named(self, taken: set[str]) -> list[tuple[str, str, Stored]]:
-        """Name in the shard, value path and form of each tensor; the names are added to those taken."""
-        return [(unique(self.prefix + path, taken), path, kept) for path, kept in self.tensors]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(kept.nbytes for _, kept in self.tensors)
-
-    @property
-    def name_size(self) -> int:
-        return sum(len(self.prefix) + len(path) + _NAME_OVERHEAD for path, _ in self.tensors)
-
-
-class _Part(NamedTuple):
-    """Events of a commit as they stand in its line, with the one shard that holds their tensors, if they have any."""
-
-    texts: list[str]
-    lines: list[EventLine]
-    tensors: list[tuple[str, Stored]]
-
-    @property
-    def line_size(self) -> int:
-        """Bytes that it needs in a line."""
-        return sum(map(len, self.texts)) + len(self.texts) + _SHARD_OVERHEAD
+_LARGE = 8 << 20
+"""Bytes of a shard from which on it is written in a thread of its own, while statistics are computed."""
+_LINE_OVERHEAD = 100
+"""Bytes of a manifest line apart from its events and shards, and more."""
 
 
 class Staged:
@@ -162,7 +123,7 @@ class Appender:
             names, parts = len(staged._names), [*staged._parts]
             before = len(parts)
             try:
-                for batch in _batches(_with_batches(events, {*staged._batches})):
+                for batch in in_shards(with_batches(events, {*staged._batches})):
                     self._stage_batch(staged, batch, parts)
                 staged._parts = tuple(parts)
             except BaseException:
@@ -207,30 +168,50 @@ class Appender:
         """Close the manifest."""
         self._manifest.close()
 
-    def _stage_batch(self, staged: Staged, batch: list[_Planned], parts: list[_Written]) -> None:
+    def _stage_batch(self, staged: Staged, batch: list[Planned], parts: list[_Written]) -> None:
         """Write a batch as one shard; as several where its line would be too long."""
         rest = [batch]
         while rest:
             some = rest.pop()
             name = layout.shard_name(self._shards)
-            part = _part(some, name)
-            size = part.line_size
+            data = sum(planned.nbytes + planned.name_size for planned in some)
+            self._check_quota(data)
+            names = names_of(some)
+            with self._shard(staged, name, data_of(some, names)) as written:
+                part = part_of(some, names, name)
+                size = part.line_size
+                if size + _LINE_OVERHEAD <= layout.MAX_LINE:
+                    self._check_quota(size + data)
+                entry = written()
             if size + _LINE_OVERHEAD > layout.MAX_LINE:
-                rest += reversed(_halves(some, size))
+                self._remove([name])
+                rest += reversed(halves(some, size))
                 continue
-            self._check_quota(size + sum(planned.nbytes + planned.name_size for planned in some))
-            shard = entry = None
-            if part.tensors:
-                self._shards += 1
-                staged._names.append(name)
-                entry = write_shard(self._folder / name, part.tensors)
-                shard = Shard(self._folder / name, entry.nbytes)
             place = self._folder / MANIFEST
-            events = stored_events(
-                part.lines, {name: shard} if shard else {}, [place] * len(part.lines), staged._batches
-            )
+            shards = {} if entry is None else {name: Shard(self._folder / name, entry.nbytes)}
+            events = stored_events(part.lines, shards, [place] * len(part.lines), staged._batches)
             parts.append(_Written(part.texts, size, events, entry))
             self._used += parts[-1].nbytes
+
+    @contextlib.contextmanager
+    def _shard(
+        self, staged: Staged, name: str, tensors: list[tuple[str, Stored]]
+    ) -> Iterator[Callable[[], ShardLine | None]]:
+        """Write a shard, a large one meanwhile; gives what waits for it and returns its entry, None without tensors."""
+        if not tensors:
+            yield lambda: None
+            return
+        self._shards += 1
+        staged._names.append(name)
+        write = functools.partial(write_shard, self._folder / name, tensors)
+        if sum(kept.nbytes for _, kept in tensors) < _LARGE:
+            yield write
+            return
+        beside = Background(write)
+        try:
+            yield beside.result
+        finally:
+            beside.wait()
 
     def _check_quota(self, size: int) -> None:
         if self._quota is not None and self._used + size > self._quota:
@@ -268,7 +249,7 @@ class _CommitLine(NamedTuple):
 
     def dump(self) -> bytes:
         shards = [part.shard for part in self.parts if part.shard is not None]
-        return layout.dump_commit(shards, [text for part in self.parts for text in part.texts])
+        return dump_commit(shards, [text for part in self.parts for text in part.texts])
 
 
 def _lines(parts: Iterable[_Written]) -> list[_CommitLine]:
@@ -282,85 +263,3 @@ def _lines(parts: Iterable[_Written]) -> list[_CommitLine]:
         lines[-1].parts.append(part)
         size += part.line_size
     return lines
-
-
-def _with_batches(events: Iterable[EventLike], known: set[int]) -> Iterator[EventLike]:
-    """The events, and before the first of a batch what its rows are, if that is not known."""
-    for event in events:
-        if event.batch is not None and event.batch.order not in known:
-            known.add(event.batch.order)
-            yield event.batch
-        yield event
-
-
-def _batches(events: Iterable[EventLike]) -> Iterator[list[_Planned]]:
-    """Events in groups that fill a shard each."""
-    batch: list[_Planned] = []
-    nbytes = names = 0
-    for event in events:
-        planned = _plan(event)
-        nbytes, names = nbytes + planned.nbytes, names + planned.name_size
-        if batch and (nbytes > SHARD_BYTES or names > SHARD_NAMES):
-            yield batch
-            batch, nbytes, names = [], planned.nbytes, planned.name_size
-        batch.append(planned)
-    if batch:
-        yield batch
-
-
-def _plan(event: EventLike) -> _Planned:
-    tensors: list[Tensor] = []
-    site = f"{event.path or '(root)'}:{event.port}"
-    try:
-        _check_place(event)
-        structure = encode(event.value, tensors)
-        kept = [stored(tensor) for tensor in tensors]
-    except ArgumentError as error:
-        raise ArgumentError(f"{site}, call {event.call} of step {event.step}: {error}") from error
-    paths = [path for path, _ in event.leaves()]
-    if len(paths) != len(kept):
-        found = f"{site}: its value has {len(kept)} tensors, its leaves() are {len(paths)}"
-        raise ArgumentError(f"{found}. Make {type(event).__name__}.leaves() give the tensors of its value.")
-    return _Planned(event, structure, list(zip(paths, kept, strict=True)), prefix_of(event))
-
-
-def _check_place(event: EventLike) -> None:
-    numbers = {"order": event.order, "step": event.step, "call": event.call, "backward": event.backward}
-    if event.port not in (*PORTS, BATCH):
-        raise ArgumentError(f"{event.port!r} is no port. Give one of {', '.join(PORTS)}.")
-    for name, number in numbers.items():
-        if type(number) is not int or not 0 <= number <= LARGEST:
-            raise ArgumentError(f"{name} is {number!r}. Give an int from 0 to 2**63 - 1.")
-
-
-def _part(batch: list[_Planned], shard: str) -> _Part:
-    """Events that share a shard of that name, if they need one."""
-    taken: set[str] = set()
-    named = [planned.named(taken) for planned in batch]
-    lines = [_line(planned, shard, tensors) for planned, tensors in zip(batch, named, strict=True)]
-    data = [(name, kept) for tensors in named for name, _, kept in tensors if kept.data is not None]
-    return _Part([*map(layout.dump_event, lines)], lines, data)
-
-
-def _halves(batch: list[_Planned], size: int) -> list[list[_Planned]]:
-    """Two groups of events, of a group that needs too long a line."""
-    middle = len(batch) // 2
-    if middle:
-        return [batch[:middle], batch[middle:]]
-    (planned,) = batch
-    found = f"{planned.prefix}: its {len(planned.tensors)} tensors need a manifest line of {size} bytes"
-    raise ArgumentError(f"{found}, at most {layout.MAX_LINE} are possible. Record inner modules instead.")
-
-
-def _line(planned: _Planned, shard: str, tensors: list[tuple[str, str, Stored]]) -> EventLine:
-    event, summaries, rows = planned.event, planned.event.summaries(), planned.event.rows()
-    entries = tuple(_entry(name, path, kept, summaries.get(path), rows.get(path)) for name, path, kept in tensors)
-    used = shard if any(entry.data for entry in entries) else None
-    place = event.order, event.step, event.path, event.port, event.call, event.backward
-    batch = None if event.batch is None else event.batch.order
-    return EventLine(*place, used, planned.structure, entries, batch)
-
-
-def _entry(name: str, path: str, kept: Stored, summary: Summary | None, rows: str | None) -> TensorLine:
-    fields = None if summary is None else vars(summary)
-    return TensorLine(name, path, kept.dtype, kept.shape, fields, kept.data is not None, kept.converted_from, rows)

@@ -57,8 +57,8 @@ class EventLike(Protocol):
         """Value path and tensor of each tensor of the value, in order."""
         ...
 
-    def summaries(self) -> Mapping[str, Summary]:
-        """Statistics by value path."""
+    def known_summaries(self) -> Mapping[str, Summary] | None:
+        """Statistics by value path, if they are known; None where the store is to compute them, many at once."""
         ...
 
     def rows(self) -> Mapping[str, str]:

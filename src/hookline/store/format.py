@@ -15,19 +15,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json.encoder
 import math
 import re
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hookline.errors import ArgumentError
 from hookline.store import strict_json
 from hookline.store.dtypes import STORAGE, parse_shape
-from hookline.store.strict_json import counts, encode_scalar, fault, get, show
+from hookline.store.strict_json import counts, fault, get, show
 
 FORMAT = "hookline"
 VERSION = 2
@@ -48,9 +47,6 @@ MAX_HEAD = 1 << 28
 MAX_LINE = 1 << 26
 """Longest manifest line that is written and read, in bytes: events with some 200,000 tensors."""
 
-_ONE_TENSOR, _NO_DATA, _CONVERTED = '{"t":0}', ',"data":false', ',"converted_from":'
-_BATCH, _ROWS = '"batch":%d,', ',"rows":'
-_text = json.encoder.encode_basestring_ascii
 _CRC32C = re.compile(r"[0-9a-f]{8}")
 _PLACE = ("order", "step", "call", "backward")
 _WHOLE = ("numel", "nan", "inf", "zeros")
@@ -260,39 +256,6 @@ def _module(entry: dict[str, Any], place: object) -> ModuleInfo:
 
 
 # ---------------------------------------------------------------- manifest lines
-
-
-def dump_commit(shards: Sequence[ShardLine], events: Sequence[str]) -> bytes:
-    """One manifest line with its newline, of events as `dump_event` gives them."""
-    listed = [{"file": shard.file, "bytes": shard.nbytes, "crc32c": f"{shard.crc32c:08x}"} for shard in shards]
-    return strict_json.seal(f'{{"shards":{strict_json.COMPACT.encode(listed)},"events":[{",".join(events)}]}}')
-
-
-def dump_event(line: EventLine) -> str:
-    """One event of a manifest line; by hand, since a JSON encoder takes longer for it than the disk for its tensor."""
-    structure = _ONE_TENSOR if line.structure == {"t": 0} else strict_json.COMPACT.encode(line.structure)
-    return (
-        f'{{"order":{line.order:d},"step":{line.step:d},"path":{_text(line.path)},"port":{_text(line.port)},'
-        f'"call":{line.call:d},"backward":{line.backward:d},{"" if line.batch is None else _BATCH % line.batch}'
-        f'"shard":{"null" if line.shard is None else _text(line.shard)},"structure":{structure},'
-        f'"tensors":[{",".join(map(_dump_tensor, line.tensors))}]}}'
-    )
-
-
-def _dump_tensor(line: TensorLine) -> str:
-    return (
-        f'{{"name":{_text(line.name)},"path":{_text(line.path)},"dtype":"{line.dtype}",'
-        f'"shape":[{",".join(map(str, line.shape))}],"summary":{_dump_summary(line.summary)}'
-        f"{'' if line.data else _NO_DATA}"
-        f"{'' if line.converted_from is None else _CONVERTED + _text(line.converted_from)}"
-        f"{'' if line.rows is None else _ROWS + _text(line.rows)}}}"
-    )
-
-
-def _dump_summary(summary: dict[str, int | float] | None) -> str:
-    if summary and not all(map(math.isfinite, summary.values())):
-        summary = {key: encode_scalar(value) for key, value in summary.items()}
-    return strict_json.COMPACT.encode(summary)
 
 
 def parse_commit(data: bytes, place: Line) -> Commit:

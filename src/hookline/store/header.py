@@ -18,6 +18,7 @@ from hookline.store.strict_json import DAMAGED, LARGEST, fault, parse, show
 
 MAX_HEADER = 100_000_000
 """Longest header that the safetensors library reads, in bytes."""
+_text = json.encoder.encode_basestring
 _ALIGNMENT = 64
 """Where the data begin, in bytes: safetensors asks for 8, complex128 in torch for 16, a cache line has 64."""
 
@@ -53,12 +54,13 @@ def build(
     Raises:
         FormatError: The header would be longer than the safetensors library reads.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    entries = {"__metadata__": json.dumps({"format": "pt", **(metadata or {})}, separators=(",", ":"))}
     end = 0
     for name, code, shape in tensors:
         begin, end = end, end + math.prod(shape) * CODE_SIZE[code]
-        entries[name] = {"dtype": code, "shape": shape, "data_offsets": (begin, end)}
-    text = json.dumps(entries, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        sizes = ",".join(map(str, shape))
+        entries[name] = f'{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}'
+    text = f"{{{','.join([f'{_text(name)}:{entry}' for name, entry in entries.items()])}}}".encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     if len(text) > MAX_HEADER:
         found = f"its header would have {len(text)} bytes, a safetensors file may have {MAX_HEADER}"

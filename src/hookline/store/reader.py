@@ -102,6 +102,10 @@ class StoredEvent:
         """Statistics by value path, from the manifest; the tensors are not touched."""
         return {line.path: Summary(**line.summary) for line in self._tensors if line.summary}  # type: ignore[arg-type]
 
+    def known_summaries(self) -> dict[str, Summary]:
+        """The same as ``summaries``."""
+        return self.summaries()
+
     def rows(self) -> dict[str, str]:
         """By value path, which rows of ``batch`` a tensor has: ``samples`` or ``tokens``; the others are left out."""
         return {line.path: line.rows for line in self._tensors if line.rows is not None}

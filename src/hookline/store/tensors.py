@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ _SMALL = 64 << 10
 _WHOLE = {"U8": torch.uint8, "U16": torch.int16}
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A tensor as it is stored.
 
     Attributes:
@@ -104,7 +103,7 @@ def _from_subclass(tensor: Tensor) -> Stored:
             return _densified(tensor)
         for plain in ("to_local", "wait"):  # DTensor; the result of a collective that may still be on its way
             if hasattr(tensor, plain):
-                return dataclasses.replace(stored(getattr(tensor, plain)()), converted_from=origin)
+                return stored(getattr(tensor, plain)())._replace(converted_from=origin)
         if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided:
             # a subclass of Python only: copying into a plain tensor is the public way to its values
             return _plain(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor), origin)
@@ -125,6 +124,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return (len(parts), *(max(sizes) for sizes in zip(*parts, strict=True)))
 
 
+@functools.cache
 def _name(thing: torch.dtype | torch.layout) -> str:
     return str(thing).removeprefix("torch.")
 
@@ -153,19 +153,25 @@ class Stage:
         self._size = min(size, _STAGE)
         self._bytes = torch.empty(self._size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._used = 0
-        self._small: list[Tensor] = []  # they belong to the end of what is used, and are not copied yet
+        self._small: list[Tensor] = []  # of one dtype, at the end of what is used, and not copied yet
 
     def add(self, tensor: Tensor) -> None:
         """Append the elements of a tensor without gradient, in row-major order."""
-        plain = tensor.resolve_conj().resolve_neg().contiguous()
+        plain = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+        size = plain.numel() * plain.itemsize
+        if plain.is_cpu and size <= min(_SMALL, self._size - self._used) and not self._used % plain.itemsize:
+            if self._small and self._small[0].dtype != plain.dtype:
+                self._gather()
+            self._small.append(plain.flatten())
+            self._used += size
+        else:
+            self._gather()
+            self._add_large(plain.contiguous())
+
+    def _add_large(self, plain: Tensor) -> None:
         # with one element or none, any stride counts as contiguous
         data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
         size, done = data.shape[0], 0
-        if size <= min(_SMALL, self._size - self._used) and data.device.type == "cpu":
-            self._small.append(data)
-            self._used, done = self._used + size, size
-        else:
-            self._gather()
         while done < size:
             count = min(size - done, self._size - self._used)
             self._bytes[self._used : self._used + count].copy_(data[done : done + count])
@@ -181,8 +187,9 @@ class Stage:
 
     def _gather(self) -> None:
         if self._small:
-            size = sum(data.shape[0] for data in self._small)
-            torch.cat(self._small, out=self._bytes[self._used - size : self._used])
+            dtype = self._small[0].dtype
+            size = sum(data.shape[0] for data in self._small) * dtype.itemsize
+            torch.cat(self._small, out=self._bytes[self._used - size : self._used].view(dtype))
             self._small = []
 
 

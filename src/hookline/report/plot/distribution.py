@@ -30,7 +30,9 @@ from hookline.report.plot.reading import Array
 from hookline.report.rows import Row, collect, select_events
 from hookline.report.text import plural, printable, shorten, trouble_text
 from hookline.sites import Pattern
-from hookline.stats.summary import Summary, as_float64, pieces, summarize
+from hookline.stats.compute import summarize
+from hookline.stats.pieces import as_float64, pieces
+from hookline.stats.summary import Summary
 from hookline.values import walk
 
 if TYPE_CHECKING:

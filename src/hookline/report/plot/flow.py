@@ -30,7 +30,9 @@ from hookline.report.plot.canvas import (
 from hookline.report.plot.reading import Array
 from hookline.report.text import plural, printable, shorten, trouble_text
 from hookline.sites import PORTS, label
-from hookline.stats.summary import Summary, as_float64, merge, pieces, summarize
+from hookline.stats.compute import summarize
+from hookline.stats.pieces import as_float64, pieces
+from hookline.stats.summary import Summary, merge
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from torch import Tensor
 from hookline.errors import ArgumentError, OptionError
 from hookline.fp8 import dequantize
 from hookline.report.text import plural, shape_text
-from hookline.stats.summary import as_float64
+from hookline.stats.pieces import as_float64
 from hookline.values import walk
 
 __all__ = ["Array", "indices", "one_tensor", "to_array"]
