@@ -17,12 +17,13 @@ from hookline.hooks import (
     register_parameter_hook,
     register_tensor_hook,
 )
-from hookline.record import Recording, edit, load, plan, record, verify
+from hookline.record import Recording, dequantize, edit, load, plan, record, verify
 from hookline.report import describe, plot
 
 __all__ = [
     "Handle",
     "Recording",
+    "dequantize",
     "describe",
     "edit",
     "load",

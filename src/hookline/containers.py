@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-__all__ = ["ATOMS", "CALL", "Arguments", "Container", "Fields", "Opaque", "container_of"]
+__all__ = ["ATOMS", "CALL", "Arguments", "Container", "Fields", "Opaque", "Scaled", "container_of"]
 
 
 # ---------------------------------------------------------------- kept values
@@ -67,6 +67,18 @@ class Opaque:
     """Stands for an object that is not kept: neither a tensor nor a plain scalar."""
 
     type_name: str
+
+
+class Scaled(NamedTuple):
+    """A leaf that is kept as two tensors.
+
+    Attributes:
+        data: Its elements, each divided by the scale of its row; (..., n).
+        scale: (..., 1).
+    """
+
+    data: Tensor
+    scale: Tensor
 
 
 # ---------------------------------------------------------------- containers

@@ -18,6 +18,7 @@ from hookline.containers import (
     Container,
     Fields,
     Opaque,
+    Scaled,
     container_of,
 )
 
@@ -26,6 +27,7 @@ __all__ = [
     "Fields",
     "Gradients",
     "Opaque",
+    "Scaled",
     "flatten",
     "flatten_call",
     "keep",
@@ -191,9 +193,11 @@ def _keep(structure: Structure, leaves: Iterator[Any]) -> Any:
 
 
 def kept_leaf(leaf: Any) -> Any:
-    """A leaf as it is kept: tensors and plain scalars as they are, ``Opaque`` for the rest."""
+    """A leaf as it is kept: tensors and plain scalars as they are, `Scaled` as fields, ``Opaque`` for the rest."""
     if leaf is None or isinstance(leaf, Tensor) or type(leaf) in (int, float, bool, str):
         return leaf
+    if type(leaf) is Scaled:
+        return Fields("fp8", leaf._asdict())
     for plain in (bool, int, float, str):
         if isinstance(leaf, plain):
             return plain(leaf)

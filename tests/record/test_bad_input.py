@@ -46,7 +46,16 @@ WRONG: dict[str, tuple[dict[str, Any], type[HooklineError], str]] = {
     "budget text": ({"budget": "plenty"}, OptionError, r'^a size is .* "2GB" or "512MiB", got \'plenty\'\.$'),
     "budget of nothing": ({"budget": 0}, OptionError, r"^a size is a positive whole number of bytes, got 0\.$"),
     "budget as a float": ({"budget": 1e9}, OptionError, r"positive whole number of bytes, got 1000000000\.0"),
-    "dtype as text": ({"dtype": "float16"}, ArgumentError, r"^dtype is a torch\.dtype such as torch\.float16, got str"),
+    "dtype as text": (
+        {"dtype": "float16"},
+        OptionError,
+        r'^dtype: got "float16", wanted "fp8" or a torch\.dtype; nearest:',
+    ),
+    "dtype as a number": (
+        {"dtype": 16},
+        ArgumentError,
+        r'^dtype is a torch\.dtype such as .*, or "fp8", got int: 16\.$',
+    ),
     "dtype of whole numbers": ({"dtype": torch.int8}, OptionError, r"must be floating itself, got torch\.int8"),
     "unknown device": ({"device": "gpu"}, OptionError, r"^device 'gpu' cannot be used: "),
     "device of a wrong kind": ({"device": [1]}, OptionError, r"^device \[1\] cannot be used: "),

@@ -83,6 +83,14 @@ def test_dtype_converts_floating_values_alone() -> None:
     assert torch.equal(kept["x"], x.double()) and torch.equal(kept["half"], x.half().double())
 
 
+def test_what_is_converted_in_inference_mode_is_of_use_outside() -> None:
+    model, x = net(), torch.randn(2, 3)
+    with hookline.record(model, "0", ("input",), dtype=torch.float64) as rec, torch.inference_mode():
+        model(x)
+    value = rec["0"].input
+    assert not value.is_inference() and torch.equal(value, x.double())
+
+
 def test_dtype_is_used_for_gradients_as_well() -> None:
     model = net()
     with hookline.record(model, ports=PORTS, dtype=torch.bfloat16) as rec:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hookline.cli.parser import Parser, parser_of
 from hookline.errors import OptionError, SiteError
+from hookline.fp8 import whole_leaves
 from hookline.record import Recording, load
 from hookline.report import plot
 from hookline.report.rows import select_events
@@ -124,7 +125,7 @@ _KINDS: dict[str, Callable[[Recording, argparse.Namespace], str]] = {
 def _one_tensor(recording: Recording, given: argparse.Namespace) -> tuple[Tensor, str]:
     """The tensor to draw, and a title that says where it stood."""
     event = _one_event(recording, given)
-    leaves = dict(event.leaves())
+    leaves = dict(whole_leaves(event))
     if not leaves:
         raise SiteError(f"{_site(event)} has no tensor; see: hookline show {given.file} --site '{given.site}'")
     if given.value is None and len(leaves) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hookline.fp8 import dequantize
 from hookline.record.call import CallRecord, ModuleRecord
 from hookline.record.coverage import Coverage, Fate
 from hookline.record.dataset import Batches
@@ -29,6 +30,7 @@ __all__ = [
     "RowPlace",
     "Rows",
     "Verification",
+    "dequantize",
     "edit",
     "load",
     "plan",

@@ -12,7 +12,7 @@ from hookline.errors import ArgumentError, OptionError
 from hookline.report.text import plural
 from hookline.spelling import kind
 from hookline.store.format import BATCH, SAMPLES, TOKENS
-from hookline.values import walk
+from hookline.values import Scaled, walk
 
 __all__ = ["Batch", "chosen_rows", "kinds_of"]
 
@@ -108,9 +108,10 @@ def chosen_rows(batch: Batch, leaves: list[Any], *, detach: bool) -> tuple[list[
 def kinds_of(batch: Batch, kinds: list[str | None], kept: list[Any]) -> tuple[str | None, ...]:
     """The kind of rows of each tensor as it is kept; None where ``reduce`` has left other ones."""
     return tuple(
-        rows if rows is not None and leaf.shape[:1] == (batch.count(rows),) else None
+        rows if rows is not None and tensor.shape[:1] == (batch.count(rows),) else None
         for rows, leaf in zip(kinds, kept, strict=True)
-        if isinstance(leaf, Tensor)
+        for tensor in (leaf if isinstance(leaf, Scaled) else (leaf,))
+        if isinstance(tensor, Tensor)
     )
 
 

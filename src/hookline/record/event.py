@@ -62,12 +62,16 @@ class Event:
         """Value path, dtype and shape of each tensor in the value."""
         return [(path, leaf.dtype, leaf.shape) for path, leaf in self.leaves()]
 
+    def outline(self) -> Any:
+        """The value, of whose tensors only dtype and shape are to be looked at."""
+        return self.value
+
     def known_summaries(self) -> dict[str, Summary] | None:
         """Statistics by value path, if somebody has asked for them."""
         return self._summaries
 
     def summaries(self) -> dict[str, Summary]:
-        """Statistics of each tensor, by value path."""
+        """Statistics of each tensor as it is kept, by value path; with ``dtype="fp8"`` of data and of scale."""
         if self._summaries is None:
             self._summaries = {path: summarize(leaf) for path, leaf in self.leaves()}
         return self._summaries

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from hookline.errors import ArgumentError, FormatError, OptionError, SiteError
+from hookline.fp8 import scaled_places
 from hookline.record import columns
 from hookline.record.exact import FORMATS, check_bf16, convert, refuse, target_of
 from hookline.record.rows import Rows
+from hookline.record.scaled_rows import rows_of, tensors_of
 from hookline.report.rows import select_events
 from hookline.sites import Pattern, Site
 from hookline.spelling import nearest_clause, quoted
@@ -102,7 +104,7 @@ def _leaves(recording: Any, sites: Pattern, to: str, bf16: str | None) -> list[_
     found = [
         _leaf(event, place, path, to, bf16)
         for event in select_events(recording, None if sites == "**" else sites)
-        for place, path in enumerate(_paths(event))
+        for place, path in (_row_paths(event) if to in ("parquet", "zarr") else enumerate(_paths(event)))
     ]
     if not found:
         raise SiteError("there is no tensor to export: nothing was recorded there, or no value holds a tensor.")
@@ -116,6 +118,15 @@ def _paths(event: Any) -> list[str]:
         return [path for path, _ in event.leaves()]
 
 
+def _row_paths(event: Any) -> list[tuple[int, str]]:
+    """Place and value path of each tensor that has rows; the data of two that are kept for one stand for it."""
+    try:
+        layout = event.layouts()
+    except RuntimeError:
+        return list(enumerate(_paths(event)))
+    return [(place, path) for place, path, *_ in tensors_of(scaled_places(event, layout), layout)]
+
+
 def _leaf(event: Any, place: int, path: str, to: str, bf16: str | None) -> _Leaf:
     where = f"{Site(event.path, event.port)}, {path}, call {event.call} of step {event.step}"
     tensor = event.leaf(place)
@@ -125,10 +136,11 @@ def _leaf(event: Any, place: int, path: str, to: str, bf16: str | None) -> _Leaf
         raise OptionError(f"{where}: {error}") from error
     if kept.data is None:
         raise OptionError(f"{where}: only dtype and shape were recorded, there are no values. Leave the site out.")
-    target = target_of(kept.dtype, to, bf16)
+    dtype = kept.dtype if path == _paths(event)[place] else "float32"
+    target = target_of(dtype, to, bf16)
     if target is None:
-        raise refuse(where, kept.dtype, to)
-    return _Leaf(event, place, path, kept.dtype, target, kept.shape, kept.converted_from is None)
+        raise refuse(where, dtype, to)
+    return _Leaf(event, place, path, dtype, target, kept.shape, kept.converted_from is None)
 
 
 # ---------------------------------------------------------------- one file of tensors
@@ -252,7 +264,7 @@ def _named_rows(sites: Mapping[Site, Mapping[str, Sequence[Any]]]) -> dict[str, 
         for path, events in paths.items():
             name = _file_name(site, path if len(paths) > 1 else None)
             # some file systems take A and a as one name
-            found[name + unique(name.casefold(), taken)[len(name.casefold()) :]] = Rows(site, events, path)
+            found[name + unique(name.casefold(), taken)[len(name.casefold()) :]] = rows_of(site, events, path)
     return found
 
 

@@ -76,7 +76,7 @@ def plan(
     *example_inputs: Any,
     ports: str | Iterable[str] = ("output",),
     kwargs: Mapping[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     reduce: Callable[[Tensor], Any] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
 ) -> Plan:

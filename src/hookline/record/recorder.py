@@ -31,7 +31,7 @@ from hookline.record.steps import StepEnd, StepObserver, Steps
 from hookline.record.stream import Pressure, Stream
 from hookline.record.target import Target, target_of
 from hookline.sites import Pattern, Site, label
-from hookline.values import Structure, keep
+from hookline.values import Scaled, Structure, keep
 
 __all__ = ["Recorder", "record"]
 
@@ -43,7 +43,7 @@ def record(  # noqa: PLR0913 - one option for each thing that can be chosen, all
     *,
     keep: str = "all",
     device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     reduce: Callable[[Tensor], Any] | None = None,
     detach: bool = True,
     budget: int | str | None = None,
@@ -65,7 +65,10 @@ def record(  # noqa: PLR0913 - one option for each thing that can be chosen, all
             autograd node; ``grad_output`` adds one after each call, ``grad_input`` one before and one after.
         keep: ``"all"`` calls of all steps, or only the ``"last"`` value of each site.
         device: Where to keep values; where they are by default.
-        dtype: Convert floating values to this dtype; their own by default.
+        dtype: Convert floating values to this dtype; their own by default. ``"fp8"`` keeps each as ``float8_e4m3fn``
+            data with a float32 scale for each row along the last dimension, as ``kept.data`` and ``kept.scale``, which
+            ``rec.rows`` and ``hookline.dequantize`` multiply. The error is at most 1/16 of an element plus 1/1024 of
+            the scale; what is not finite becomes NaN. Tensors without a dimension stay as they are.
         reduce: Keep ``reduce(tensor)``, a tensor or a number, in the place of each tensor, such as
             ``lambda t: t.mean((2, 3))``.
         detach: Keep values without their graph. With False a value can be used in a loss, and costs a copy.
@@ -385,7 +388,7 @@ class Recorder:
         return [self.policy.capture(leaf, site) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def _nbytes(self, leaves: list[Any]) -> int:
-        return sum(self.policy.nbytes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        return sum(self.policy.nbytes(leaf) for leaf in leaves if isinstance(leaf, (Tensor, Scaled)))
 
     def _add(self, site: Site, event: Event) -> None:
         if self.policy.keep == "all":

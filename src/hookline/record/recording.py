@@ -20,6 +20,7 @@ from hookline.record.dataset import Batches
 from hookline.record.export import export
 from hookline.record.log import Log
 from hookline.record.rows import Rows
+from hookline.record.scaled_rows import rows_of
 from hookline.record.step_parts import StepParts
 from hookline.record.stream import Pressure
 from hookline.record.tables import to_pandas, to_polars
@@ -166,7 +167,8 @@ class Recording:
 
         Args:
             site: Such as ``"h.3:output"``.
-            leaf: Value path of the tensor where the values hold several, such as ``"output[0]"``.
+            leaf: Value path of the tensor where the values hold several, such as ``"output[0]"``. With ``dtype="fp8"``
+                that gives float32, ``"output[0].data"`` and ``"output[0].scale"`` what is kept.
 
         Returns:
             ``rows[7]`` is a row, ``rows[10:20]`` and ``rows[[3, 1, 4]]`` are tensors of rows, ``rows.place(7)`` says
@@ -181,7 +183,7 @@ class Recording:
         events = [event for event in record.events if event.port == wanted.port]
         if not events:
             raise SiteError(record.missing(wanted.port))
-        return Rows(wanted, events, leaf)
+        return rows_of(wanted, events, leaf)
 
     def dataset(self, sites: Site | str | Sequence[Site | str], **options: Any) -> Batches:
         """Batches of the rows of some sites, for training on what was recorded.

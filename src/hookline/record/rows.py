@@ -20,7 +20,7 @@ from hookline.spelling import kind
 from hookline.store import StoredEvent
 from hookline.store.format import SAMPLES
 
-__all__ = ["RowPlace", "Rows"]
+__all__ = ["RowPlace", "Rows", "leaf_of"]
 
 _OPEN = 1024
 """Values that are kept at hand; on disk, each is a view of a mapped file."""
@@ -63,7 +63,7 @@ class Rows(Sequence[Tensor]):
     def __init__(self, site: Site, events: Sequence[Any], leaf: str | None = None) -> None:
         layouts = [event.layouts() for event in events]
         self.site = site
-        self.leaf = _leaf(site, layouts, leaf)
+        self.leaf = leaf_of(site, layouts, leaf)
         found = [
             (event, place, dtype, shape)
             for event, layout in zip(events, layouts, strict=True)
@@ -370,7 +370,7 @@ def _column(column: Any) -> npt.NDArray[Any]:
     return found
 
 
-def _leaf(site: Site, layouts: list[list[tuple[str, torch.dtype, torch.Size]]], wanted: str | None) -> str:
+def leaf_of(site: Site, layouts: list[list[tuple[str, torch.dtype, torch.Size]]], wanted: str | None) -> str:
     """The value path that is wanted, or the only one there is."""
     paths = list(dict.fromkeys(path for layout in layouts for path, _, _ in layout))
     if wanted is not None and not isinstance(wanted, str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hookline import store
 from hookline.errors import ArgumentError, FormatError, OptionError
+from hookline.fp8 import FP8, scaled_places
 from hookline.record.load import load
 from hookline.record.recorder import record
 from hookline.record.recording import Recording
@@ -232,7 +233,7 @@ class _Again:
             self._note(f"{label(path)}: the model has no such module. Pass the model that was recorded.")
         return path in self._known
 
-    def _run(self, step: int, wanted: Iterable[_Chosen]) -> dict[tuple[str, str, int], Any] | None:
+    def _run(self, step: int, wanted: Sequence[_Chosen]) -> dict[tuple[str, str, int], Any] | None:
         """The events of one forward pass, by path, port and call; None where it has no input."""
         try:
             given = self._inputs[step]
@@ -242,7 +243,9 @@ class _Again:
         args, kwargs = _arguments(given)
         # the label, since an empty pattern within a list would be the root too, but reads as a slip
         sites = sorted({f"{label(self._known[some.event.path])}:{some.event.port}" for some in wanted})
-        with torch.no_grad(), record(self._model, sites) as again:
+        layouts = (some.event.layouts() for some in wanted)
+        in_eight_bits = any(scaled_places(some.event, layout) for some, layout in zip(wanted, layouts, strict=True))
+        with torch.no_grad(), record(self._model, sites, dtype=FP8 if in_eight_bits else None) as again:
             self._model(*args, **kwargs)
         return {(event.path, event.port, event.call): event for event in again.events}
 

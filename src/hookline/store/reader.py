@@ -74,6 +74,10 @@ class StoredEvent:
         tensors = [self._tensor(line) for line in self._tensors]
         return tensors[0] if self._structure == _ONE_TENSOR else decode(self._structure, tensors, self._place)
 
+    def outline(self) -> Any:
+        """The value with tensors that have dtype and shape alone, from the manifest."""
+        return decode(self._structure, [meta_tensor(line, self._place) for line in self._tensors], self._place)
+
     def leaves(self) -> list[tuple[str, Tensor]]:
         """Value path and tensor of each tensor of the value, in order."""
         return [(line.path, self._tensor(line)) for line in self._tensors]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from hookline.errors import OptionError, SiteError
+from hookline.fp8 import has_scaled, whole_leaves
 from hookline.report.plot.canvas import (
     BAD,
     BLUE,
@@ -29,6 +30,7 @@ from hookline.report.plot.canvas import (
 from hookline.report.plot.reading import Array
 from hookline.report.text import plural, printable, shorten, trouble_text
 from hookline.sites import PORTS, label
+from hookline.stats.compute import summarize
 from hookline.stats.pieces import as_float64, pieces
 from hookline.stats.summary import Summary, merge
 
@@ -124,11 +126,18 @@ def _no_gradient(recording: Any, port: str) -> str:
 
 
 def _layer(path: str, events: Sequence[Any]) -> _Layer:
-    summary = merge(summary for event in events for summary in event.summaries().values())
+    summary = merge(summary for event in events for summary in _summaries(event))
     every = max(1, summary.numel // _SAMPLE)
-    sizes = np.concatenate([_sizes(tensor, every) for event in events for _, tensor in event.leaves()])
+    sizes = np.concatenate([_sizes(tensor, every) for event in events for _, tensor in whole_leaves(event)])
     median = float(np.median(sizes)) if sizes.size else math.nan
     return _Layer(printable(label(path)), median, max(abs(summary.min), abs(summary.max)), summary)
+
+
+def _summaries(event: Any) -> Iterable[Summary]:
+    """Of what the model had, which those of data and scale do not tell."""
+    if has_scaled(event.value):
+        return [summarize(tensor) for _, tensor in whole_leaves(event)]
+    return event.summaries().values()  # type: ignore[no-any-return]
 
 
 def _sizes(tensor: torch.Tensor, every: int) -> Array:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import ArgumentError, OptionError
+from hookline.fp8 import dequantize
 from hookline.report.text import plural, shape_text
 from hookline.stats.pieces import as_float64
 from hookline.values import walk
@@ -27,7 +28,7 @@ def one_tensor(value: Any, caller: str) -> Tensor:
     """
     if not isinstance(value, Tensor) and hasattr(value, "output"):
         value = value.output
-    tensors = [(path, leaf) for path, leaf in walk(value, "value") if isinstance(leaf, Tensor)]
+    tensors = [(path, leaf) for path, leaf in walk(dequantize(value), "value") if isinstance(leaf, Tensor)]
     if len(tensors) == 1:
         return tensors[0][1]
     if not tensors:
