@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hookline.errors import ArgumentError, OptionError, SiteError
+from hookline.errors import ArgumentError, FormatError, OptionError, SiteError
 from hookline.record.columns import arrow_table
 from hookline.record.spans import Spans, groups
 from hookline.report.text import plural
@@ -109,6 +109,10 @@ class Rows(Sequence[Tensor]):
         """Bytes of all rows."""
         return int(self.shape.numel() * self.dtype.itemsize)
 
+    def writers(self) -> list[int]:
+        """Number of the process of each value, in order."""
+        return [event.writer for event, _ in self._values]
+
     def origins(self) -> list[tuple[int, int, int, int]]:
         """Step, call, backward pass and number of rows of each value, in order."""
         counts = (self._ends - self._begins).tolist()
@@ -131,6 +135,10 @@ class Rows(Sequence[Tensor]):
     def have_identity(self) -> bool:
         """Whether ``identity`` can tell what each row is."""
         return all(self.leaf in event.rows() for event, _ in self._values)
+
+    def told(self, value: int) -> dict[str, npt.NDArray[Any]]:
+        """What is known of the rows of one of the values that ``origins`` lists; nothing where that was not said."""
+        return self._identity(value) if self.leaf in self._values[value][0].rows() else {}
 
     def identity(self, index: Any = slice(None)) -> dict[str, Any]:
         """What rows are, as ``rec.batch`` was told.
@@ -159,7 +167,13 @@ class Rows(Sequence[Tensor]):
         parts: dict[str, Any] = {}
         for value, here in groups(values):
             rows = chosen[here] - self._begins[value]
-            for name, column in self._identity(value).items():
+            told = self._identity(value)
+            if parts and told.keys() != parts.keys():
+                raise SiteError(
+                    f"{self.site}, {self.leaf}: of some rows {', '.join(parts)} are known, of others {', '.join(told)}"
+                    ". Choose steps with rec.select(..., steps=...)."
+                )
+            for name, column in told.items():
                 parts.setdefault(
                     name, np.zeros(len(chosen), dtype=column.dtype if column.dtype.kind == "i" else object)
                 )
@@ -225,8 +239,9 @@ class Rows(Sequence[Tensor]):
     def to_arrow(self, *, bf16: str | None = None) -> Any:
         """All rows as a ``pyarrow.Table``.
 
-        Its columns are step, call, backward, row (within the value) and value: a list of fixed size, row by row, whose
-        shape stands in the metadata of the schema as ``hookline.shape``.
+        Its columns are step, call, backward, row (within the value), writer; where ``rec.batch`` said what rows are,
+        id, position and token as ``identity`` has them, null where that is not known; and value: a list of fixed size,
+        row by row, whose shape stands in the metadata of the schema as ``hookline.shape``.
 
         Args:
             bf16: What bfloat16 becomes, which Arrow does not have: ``"float32"`` or its bits, ``"uint16"``.
@@ -327,10 +342,19 @@ def _read(values: list[tuple[Any, int]], value: int) -> Tensor:
 def _identity(values: list[tuple[Any, int]], leaf: str, value: int) -> dict[str, npt.NDArray[Any]]:
     """Of the rows of a value: ids, and for tokens their positions and numbers."""
     event = values[value][0]
-    told = {name: _column(column) for name, column in event.batch.value.items()}
-    if event.rows()[leaf] == SAMPLES:
-        return {"id": told["ids"]}
-    return {"id": told["ids"][told["sample"]], **{name: told[name] for name in ("position", "token") if name in told}}
+    where = f"{Site(event.path, event.port)}, {leaf}, {_where(event)}"
+    try:
+        told = {name: _column(column) for name, column in event.batch.value.items()}
+        found = {"id": told["ids"]}
+        if event.rows()[leaf] != SAMPLES:
+            found = {"id": told["ids"][told["sample"]]}
+            found |= {name: told[name] for name in ("position", "token") if name in told}
+    except (AttributeError, LookupError, TypeError) as error:
+        raise FormatError(f"{where}: what its rows are is damaged ({error!r}). Record again.") from error
+    count = dict((path, shape[:1]) for path, _, shape in event.layouts())[leaf]
+    if any(column.shape != count for column in found.values()):
+        raise FormatError(f"{where}: what its rows are is told of another number of them. Record again.")
+    return found
 
 
 def _column(column: Any) -> npt.NDArray[Any]:
