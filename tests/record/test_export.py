@@ -349,6 +349,18 @@ def test_the_parts_of_two_writers(to: str, tmp_path: Path, zarr: Any, monkeypatc
     assert len(table["writer"]) == sum(map(len, wanted.values()))
 
 
+def test_a_recording_of_two_writers_is_saved_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders and steps of the writers are the same numbers; each row keeps its own writer and sample."""
+    rec, wanted = of_two_writers(tmp_path / "run", monkeypatch)
+    rec.save(tmp_path / "again")
+    again = hookline.load(tmp_path / "again")
+    assert again.writers == [3, 11] and len(again) == 4 and hookline.verify(tmp_path / "again")
+    for rank, expected in wanted.items():
+        rows = again.select(writers=rank).rows("0:output", leaf="output[0]")
+        told_now = [rows.identity()[name].tolist() for name in ("id", "position", "token")]
+        assert list(zip(*told_now, rows[:].tolist(), strict=True)) == expected
+
+
 # ---------------------------------------------------------------- bfloat16 and what has no exact type
 
 

@@ -218,8 +218,8 @@ def test_rows_of_chosen_tokens(masked: bool, dtype: torch.dtype | None, length: 
                 model(tokens)
     found = hookline.verify(tmp_path / "run", model=model, inputs=inputs, rows=10**6)
     chosen = int(sum(mask.sum() for mask in masks))
-    # inputs of the root, the embedding and flat, outputs of these two; then what head gets and gives and the root gives,
-    # which are samples; of one token each they are as many as tokens
+    # inputs of the root, the embedding and flat, outputs of these two; then what head gets and gives and the root
+    # gives, which are samples; of one token each they are as many as tokens
     assert found.problems == [] and found.recomputed == 5 * chosen + 3 * (chosen if length == 1 else 3 * 3) and found
     with torch.no_grad():
         model.flat.bias += 1
