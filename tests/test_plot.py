@@ -22,13 +22,13 @@ from torch import Tensor
 
 from hookline.errors import ArgumentError, HooklineError, OptionError, SiteError
 from hookline.report import plot
-from hookline.stats import summarize
-from hookline.values import walk
 
 matplotlib = pytest.importorskip("matplotlib")
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
+
+from .stored import PlainEvent  # noqa: E402
 
 NAN, INF = float("nan"), float("inf")
 PNG, SVG = b"\x89PNG\r\n\x1a\n", b"<?xml"
@@ -66,17 +66,11 @@ def heading(figure: Figure) -> str:
     return figure.texts[-1].get_text()
 
 
-def event(path: str, value: Any, port: str = "grad_output", order: int = 0) -> SimpleNamespace:
-    def leaves() -> list[tuple[str, Tensor]]:
-        return [(where, leaf) for where, leaf in walk(value, "output") if isinstance(leaf, Tensor)]
-
-    return SimpleNamespace(
-        order=order, step=0, path=path, port=port, call=0, backward=0, value=value, leaves=leaves, nbytes=0,
-        summaries=lambda: {where: summarize(leaf) for where, leaf in leaves()},
-    )  # fmt: skip
+def event(path: str, value: Any, port: str = "grad_output", order: int = 0) -> PlainEvent:
+    return PlainEvent(path, value, port, order=order)
 
 
-def recording(*events: SimpleNamespace, paths: tuple[str, ...] = ()) -> SimpleNamespace:
+def recording(*events: PlainEvent, paths: tuple[str, ...] = ()) -> SimpleNamespace:
     for order, one in enumerate(events):
         one.order = order
     modules = {path: SimpleNamespace(type_name="Linear", parameters=0, aliases=()) for path in paths}

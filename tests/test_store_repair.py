@@ -16,7 +16,8 @@ import torch
 import hookline
 from hookline import store
 from hookline.cli.main import main
-from hookline.errors import FormatError, OptionError
+from hookline.errors import FormatError, OptionError, SiteError
+from hookline.record.batch import Batch
 from hookline.record.event import Event
 from hookline.store import ModuleInfo, Writer, repair, verify
 
@@ -292,6 +293,241 @@ def test_any_flipped_bit(folder: Path, tmp_path: Path) -> None:
         assert len(orders(new)) == done.events and verify(new).problems == []
         path.write_bytes(whole)
     assert repair(folder, tmp_path / "last") == (8, 16, [], [])
+
+
+# ---------------------------------------------------------------- what rows are
+
+
+def of_batch(orders: range, batch: Batch) -> list[Event]:
+    """Events whose rows are those of a batch; each row of a value holds the number of the event."""
+    kinds = ("tokens" if "sample" in batch.value else "samples",)
+    count = batch.count(kinds[0])
+    return [
+        Event(
+            order, batch.step, "a", "output", order, 0, torch.full((count, 2), float(order)), batch=batch, kinds=kinds
+        )
+        for order in orders
+    ]
+
+
+def batch_of(order: int, step: int, *ids: Any, **options: Any) -> Batch:
+    batch = Batch(list(ids), **options)
+    batch.order, batch.step = order, step
+    return batch
+
+
+def rewrite_line(folder: Path, number: int) -> None:
+    rewrite(folder, number, lines(folder)[number].replace(b'"call":', b'"Call":'))
+
+
+@pytest.fixture
+def parted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Eight events of one batch over several lines, of which only the first says what the rows are."""
+    batch = batch_of(100, 3, "x", "y", tokens=[[1, 2, 3], [4, 5, 6]], mask=[[1, 0, 1], [0, 1, 0]])
+    monkeypatch.setattr("hookline.store.format.MAX_LINE", 1800)
+    with Writer(tmp_path / "run", info={"sites": ["a:output"]}, modules=MODULES) as writer:
+        writer.append(of_batch(range(8), batch))
+    monkeypatch.undo()
+    said = [line.count(b'"port":"batch"') for line in lines(tmp_path / "run")]
+    assert said == [1, *[0] * (len(said) - 1)] and len(said) > 2
+    return tmp_path / "run"
+
+
+def test_events_whose_rows_a_lost_line_said(parted: Path, tmp_path: Path) -> None:
+    """They are kept without it, each line says so, and nothing else of them is another."""
+    first, *others = (line.count(b'"port":"output"') for line in lines(parted))
+    rewrite_line(parted, 0)
+    done = repair(parted, tmp_path / "new")
+    name = manifest(parted).parent.name
+    assert (done.commits, done.events) == (len(others), 8 - first)
+    assert done.lost[0].startswith(f"{name}/manifest.jsonl, line 1: its checksum is not that of its text; it held ")
+    assert done.lost[0].endswith(
+        f"it held {first} event{'s' * (first > 1)} of step 3 at a:output and what the rows of 1 batch are, as far as "
+        "can be told"
+    )
+    assert done.lost[1:] == [
+        f"{name}/manifest.jsonl, line {number}: what the rows of {count} event{'s' * (count > 1)} of step 3 at "
+        "a:output are, since a lost line said it; they were kept"
+        for number, count in enumerate(others, start=2)
+    ]
+    rec = hookline.load(tmp_path / "new")
+    assert [event.order for event in rec] == list(range(first, 8)) and verify(tmp_path / "new").problems == []
+    assert torch.equal(rec.rows("a:output")[:][:, 0], torch.arange(first, 8.0).repeat_interleave(3))
+    with pytest.raises(SiteError, match="are is not known"):
+        rec.rows("a:output").identity()
+
+
+def test_what_rows_are_is_taken_from_a_later_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines come after the one that says what their rows are; those of which none says it stay as they are."""
+    one, other = batch_of(100, 3, 7, 8), batch_of(200, 4, 9)
+    with Writer(tmp_path / "run", info={}, modules=MODULES) as writer:
+        monkeypatch.setattr("hookline.store.format.MAX_LINE", 1500)
+        writer.append(of_batch(range(6), one))
+        monkeypatch.undo()
+        writer.append(of_batch(range(6, 8), other))
+        writer.append(of_batch(range(8, 10), one))
+    texts = lines(tmp_path / "run")
+    first, *others = (line.count(b'"port":"output"') for line in texts)
+    assert [line.count(b'"port":"batch"') for line in texts] == [1, *[0] * (len(texts) - 3), 1, 1] and len(texts) > 4
+    rewrite_line(tmp_path / "run", 0)
+    done = repair(tmp_path / "run", tmp_path / "new")
+    assert (done.commits, done.events, len(done.lost)) == (len(others), 10 - first, 1)
+    assert lines(tmp_path / "new") == [*texts[-2:], *texts[1:-2]]
+    assert ids_of(tmp_path / "new") == {order: [9] if order in (6, 7) else [7, 8] for order in range(first, 10)}
+    assert verify(tmp_path / "new").problems == []
+
+
+def ids_of(folder: Path) -> dict[int, list[int] | None]:
+    """By order of each event, what its rows are."""
+    events = hookline.load(folder).events
+    return {event.order: None if event.batch is None else event.batch.value["ids"].tolist() for event in events}
+
+
+def resealed(line: bytes, change: Callable[[list[Any]], list[Any]]) -> bytes:
+    """A line with other events and the right checksum."""
+    entry = json.loads(line)
+    del entry["crc"]
+    entry["events"] = change(entry["events"])
+    body = json.dumps(entry, separators=(",", ":")).encode()[:-1]
+    return body + b',"crc":"%08x"}\n' % zlib.crc32(body)
+
+
+def test_lines_that_wait_for_each_other(tmp_path: Path) -> None:
+    """Nothing that Hookline writes; both are kept, and the loss is told once."""
+    one, other = batch_of(100, 0, 1, 2), batch_of(200, 0, 3, 4)
+    with Writer(tmp_path / "run", info={}, modules=MODULES) as writer:
+        writer.append(of_batch(range(2), one))
+        writer.append(of_batch(range(2, 4), other))
+    for number, order in ((0, 200), (1, 100)):
+        first, *rest = json.loads(lines(tmp_path / "run")[number])["events"]
+        turned = [{**event, "batch": order} for event in rest] + [first]
+        rewrite(tmp_path / "run", number, resealed(lines(tmp_path / "run")[number], lambda _, turned=turned: turned))
+    assert len(verify(tmp_path / "run").problems) == 1
+    with pytest.raises(FormatError, match="should stand in event 200, which is not there"):
+        hookline.load(tmp_path / "run")
+    done = repair(tmp_path / "run", tmp_path / "new")
+    assert (done.commits, done.events, len(done.lost)) == (2, 4, 1)
+    found = {
+        event.order: event.batch and event.batch.value["ids"].tolist() for event in hookline.load(tmp_path / "new")
+    }
+    assert found == {0: None, 1: None, 2: [1, 2], 3: [1, 2]} and verify(tmp_path / "new").problems == []
+
+
+# ---------------------------------------------------------------- what a recorder has written
+
+
+class Tagger(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(9, 3)
+        self.never = torch.nn.Identity()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.embed(tokens)
+
+
+TOKENS = [torch.tensor([[step, 1, 2], [3, step, 5]]) for step in range(4)]
+
+
+def record(folder: Path, model: torch.nn.Module, steps: range) -> list[bool]:
+    wanted = []
+    with hookline.record(model, ["embed", "never"], to=folder, resume=folder.exists()) as rec:
+        for step in steps:
+            with rec.batch(ids=[10 * step, 10 * step + 1], tokens=TOKENS[step]) as new, torch.no_grad():
+                wanted.append(new)
+                model(TOKENS[step])
+            rec.flush()
+    return wanted
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Tagger:
+    made = Tagger()
+    record(tmp_path / "run", made, range(3))
+    return made
+
+
+def test_a_sound_recording_of_a_recorder(model: Tagger, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    done = repair(place, tmp_path / "new")
+    assert done == (3, 3, [], []) and contents(tmp_path / "new") == contents(place)
+    assert any(name.endswith("end.json") for name in contents(place))
+    assert repair(tmp_path / "new", tmp_path / "newer") == done
+
+
+def test_it_goes_on_after_a_repair(model: Tagger, tmp_path: Path) -> None:
+    """What was lost is recorded once more, and what is there is not."""
+    flip(shard(tmp_path / "run", 1), -1)
+    done = repair(tmp_path / "run", tmp_path / "new")
+    assert (done.commits, done.events) == (2, 2)
+    (said,) = done.lost
+    assert said.endswith("; it held 1 event of step 1 at embed:output and what the rows of 1 batch are")
+    rec = hookline.load(tmp_path / "new")
+    assert rec.info == hookline.load(tmp_path / "run").info and rec.info["weights"] and rec.info["environment"]
+    assert rec.coverage["embed:output"].calls == 3 and rec.coverage["never:output"].status == "not reached"
+    assert record(tmp_path / "new", model, range(4)) == [False, True, False, True]
+    rows = hookline.load(tmp_path / "new").rows("embed:output")
+    told = rows.identity()
+    assert told["id"].tolist() == [10 * step + place // 3 for step in (0, 2, 1, 3) for place in range(6)]
+    assert told["token"].tolist() == torch.stack([TOKENS[step] for step in (0, 2, 1, 3)]).flatten().tolist()
+    assert torch.equal(rows[:], model.embed.weight.detach()[told["token"]])
+    assert verify(tmp_path / "new").problems == []
+
+
+def test_without_its_recording_json_it_is_read_and_not_gone_on_with(model: Tagger, tmp_path: Path) -> None:
+    (tmp_path / "run" / "recording.json").unlink()
+    done = repair(tmp_path / "run", tmp_path / "new")
+    assert (done.commits, done.events, len(done.lost)) == (3, 3, 1)
+    rec = hookline.load(tmp_path / "new")
+    assert rec.info["sites"] == ["embed:output", "never:output"] and rec.paths == ["embed", "never"]
+    assert rec.sites == ["embed:output"] and rec.coverage["never:output"].status == "not reached"
+    assert rec.rows("embed:output").identity()["id"].tolist()[::3] == [0, 1, 10, 11, 20, 21]
+    before = contents(tmp_path / "new")
+    with pytest.raises(OptionError, match=r"was repaired without its recording\.json.* record into another folder"):
+        record(tmp_path / "new", model, range(1))
+    assert contents(tmp_path / "new") == before
+
+
+def test_the_end_of_a_writer(model: Tagger, tmp_path: Path) -> None:
+    (end,) = files(tmp_path / "run", "end.json")
+    text, name = end.read_bytes(), end.parent.name
+    flip(end, len(text) // 2)
+    (end.parent / ".end.json.tmp").write_bytes(b"{")
+    assert ["end.json" in problem for problem in verify(tmp_path / "run").problems] == [True]
+    done = repair(tmp_path / "run", tmp_path / "new")
+    assert done[:2] == (3, 3) and done.left_out == [f"{name}/.end.json.tmp: an unfinished end.json"]
+    assert done.lost == [
+        f"{name}/end.json: its checksum is not that of its text; what became of each site, and how long the model "
+        "waited for this writer, cannot be read"
+    ]
+    assert files(tmp_path / "new", "*end.json*") == [] and verify(tmp_path / "new").problems == []
+    assert len(hookline.load(tmp_path / "new")) == 3
+    entry = {key: value for key, value in json.loads(text).items() if key != "crc"}
+    end.write_text(json.dumps(entry))
+    assert ["it has no checksum" in problem for problem in verify(tmp_path / "run").problems] == [True]
+    assert repair(tmp_path / "run", tmp_path / "sealed").lost == [] and verify(tmp_path / "sealed").problems == []
+    assert hookline.load(tmp_path / "sealed").coverage["embed:output"].calls == 3
+    manifest(tmp_path / "run").unlink()
+    done = repair(tmp_path / "run", tmp_path / "none")
+    assert done.lost == [f"{name}: it has no manifest.jsonl, so 3 shards cannot be read"]
+
+
+def test_any_flipped_bit_of_what_a_recorder_wrote(model: Tagger, tmp_path: Path) -> None:
+    """Whatever it hits: the new recording opens, is sound, and each row has its own sample or none."""
+    pick = random.Random(7)
+    for number in range(60):
+        path = pick.choice(files(tmp_path / "run"))
+        whole = path.read_bytes()
+        flip(path, pick.randrange(len(whole)))
+        new = tmp_path / f"new{number}"
+        done = repair(tmp_path / "run", new)
+        assert done.lost or done.left_out
+        rec = hookline.load(new)
+        assert len(rec) == done.events and verify(new).problems == [] and not any("batch" in site for site in rec.sites)
+        for event in rec:
+            assert event.batch.value["ids"].tolist() == [10 * event.step, 10 * event.step + 1]
+            assert torch.equal(event.value, model.embed.weight.detach()[TOKENS[event.step].flatten()])
+        path.write_bytes(whole)
 
 
 # ---------------------------------------------------------------- refused

@@ -18,26 +18,17 @@ from hookline.errors import SiteError
 from hookline.report.rows import collect, select_events
 from hookline.report.table import render, table
 from hookline.report.text import dtype_text, first_values, number, printable, shape_text, shorten, size_text
-from hookline.stats import summarize
-from hookline.values import walk
+
+from .stored import PlainEvent
 
 NAN, INF = float("nan"), float("inf")
 
 
-def event(path: str, value: Any, port: str = "output", step: int = 0) -> SimpleNamespace:
-    root = "args" if port in ("input", "grad_input") else "output"
-
-    def leaves() -> list[tuple[str, Tensor]]:
-        return [(where, leaf) for where, leaf in walk(value, root) if isinstance(leaf, Tensor)]
-
-    return SimpleNamespace(
-        order=0, step=step, path=path, port=port, call=0, backward=0, value=value, leaves=leaves,
-        summaries=lambda: {where: summarize(leaf) for where, leaf in leaves()},
-        nbytes=sum(leaf.numel() * leaf.element_size() for _, leaf in leaves()),
-    )  # fmt: skip
+def event(path: str, value: Any, port: str = "output", step: int = 0) -> PlainEvent:
+    return PlainEvent(path, value, port, step)
 
 
-def recording(events: list[SimpleNamespace], modules: Mapping[str, str]) -> SimpleNamespace:
+def recording(events: list[PlainEvent], modules: Mapping[str, str]) -> SimpleNamespace:
     for order, one in enumerate(events):
         one.order = order
     found = {path: SimpleNamespace(type_name=name, parameters=0, aliases=()) for path, name in modules.items()}

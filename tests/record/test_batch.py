@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hookline
+from hookline.cli.main import main
 from hookline.errors import ArgumentError, OptionError, SiteError
 
 SAMPLES, LENGTH, WIDTH = 4, 6, 5
@@ -151,3 +152,40 @@ def test_without_tokens_all_of_a_batch_is_kept_as_it_is() -> None:
         net(tokens)
     assert rec["mix"].output.shape == (SAMPLES, LENGTH, WIDTH)
     assert rec.rows("mix:output").identity()["id"].tolist() == ids
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_what_rows_are_is_no_site(tmp_path: Path, on_disk: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is counted and shown nowhere as a value of the model."""
+    net, place = Tagger(), tmp_path / "run.hookline"
+    with hookline.record(net, "mix", ports=("input", "output"), **({"to": place} if on_disk else {})) as rec:
+        for ids, tokens, mask in batches():
+            with rec.batch(ids=ids, tokens=tokens, mask=mask):
+                net(tokens)
+    if not on_disk:
+        rec.save(place)
+    lines = [line for path in place.glob("w*/manifest.jsonl") for line in path.read_text().splitlines()]
+    assert sum(line.count('"port":"batch"') for line in lines) == 3
+    for found in (rec, hookline.load(place)):
+        assert found.sites == ["mix:input", "mix:output"] and found.ports == ["input", "output"]
+        assert len(found) == len(found.events) == len(list(found)) == 6 and found.paths == ["mix"]
+        assert set(found.to_dict()) == {"mix"} and set(found.to_dict()["mix"]) == {"input", "output"}
+        assert "batch" not in str(found) and "batch" not in str(found.coverage) and "(root)" not in str(found)
+        assert found.nbytes == 2 * sum(int(mask.sum()) for *_, mask in batches()) * WIDTH * 4
+        assert {site for site in found.coverage} == {"mix:input", "mix:output"}
+    assert main(["show", str(place)]) == main(["show", str(place), "--values"]) == main(["verify", str(place)]) == 0
+    out = capsys.readouterr().out
+    assert "mix" in out and "batch" not in out and "(root)" not in out and "6 events" in out
+    assert hookline.verify(place).events == 6
+
+
+@pytest.mark.parametrize("kind", ["pandas", "polars"])
+def test_what_rows_are_is_no_line_of_a_table(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip(kind)
+    net, (ids, tokens, _) = Tagger(), batches()[0]
+    with hookline.record(net, to=tmp_path / "run.hookline") as rec, rec.batch(ids=ids, tokens=tokens):
+        net(tokens)
+    for found in (rec, hookline.load(tmp_path / "run.hookline")):
+        frame = found.to_pandas() if kind == "pandas" else found.to_polars()
+        assert list(frame["port"]) == ["output"] * 5
+        assert list(frame["path"]) == ["embed", "mix", "flat", "head", ""]

@@ -211,6 +211,156 @@ def test_calls_and_backward_passes(to: str, tmp_path: Path, zarr: Any) -> None:
     torch.testing.assert_close(torch.as_tensor(value, dtype=torch.float32), torch.cat(list(wanted.values())))
 
 
+# ---------------------------------------------------------------- what rows are, and who wrote them
+
+LENGTH = 3
+
+
+def told(numbers: range, ids: Any, *, masked: bool, place: Any = None) -> tuple[Recording, list[Any]]:
+    """A recording of tokens and of samples, and of each row of tokens id, position, token and value."""
+    model, wanted = nn.Sequential(Passes()), []
+    where: Any = {} if place is None else {"to": place}
+    with hookline.record(model, "0", **where) as rec:
+        for number in numbers:
+            tokens, values = torch.arange(6).view(2, LENGTH) + 10 * number, torch.randn(2, LENGTH, 4)
+            mask = torch.tensor([[True, False, True], [False, False, number % 2 == 0]])
+            mask = mask if masked else torch.ones(2, LENGTH, dtype=torch.bool)
+            with rec.batch(ids=[ids(2 * number), ids(2 * number + 1)], tokens=tokens, mask=mask):
+                model((values, values.sum((1, 2))))
+            wanted += [
+                (ids(2 * number + sample), position, int(tokens[sample, position]), values[sample, position].tolist())
+                for sample in range(2)
+                for position in range(LENGTH)
+                if mask[sample, position]
+            ]
+    return rec, wanted
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("ids", [int, lambda number: f"text \u20ac {number}"], ids=["int", "str"])
+@pytest.mark.parametrize("to", ["parquet", "zarr", "arrow"])
+def test_what_rows_are(
+    to: str, ids: Any, masked: bool, place: Any, tmp_path: Path, zarr: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(columns, "PART_BYTES", 48)
+    made, wanted = told(range(4), ids, masked=masked)
+    rec = place(made)
+    if to == "zarr":
+        rec.export(tmp_path / "out", "zarr")
+        group = zarr.open_group(tmp_path / "out", mode="r")
+        tokens, samples = ({name: array[:].tolist() for name, array in group[f"0.output.{n}"].arrays()} for n in (0, 1))
+    elif to == "parquet":
+        rec.export(tmp_path / "out", "parquet")
+        tokens, samples = (parquet.read_table(tmp_path / "out" / f"0.output.{n}.parquet").to_pydict() for n in (0, 1))
+    else:
+        tokens, samples = (rec.rows("0:output", leaf=f"output[{n}]").to_arrow().to_pydict() for n in (0, 1))
+    place_names = ["step", "call", "backward", "row", "writer"]
+    assert sorted(tokens) == sorted([*place_names, "id", "position", "token", "value"])
+    assert sorted(samples) == sorted([*place_names, "id", "value"])
+    assert list(zip(*(tokens[name] for name in ("id", "position", "token", "value")), strict=True)) == wanted
+    assert samples["id"] == [ids(number) for number in range(8)] and samples["writer"] == [0] * 8
+    assert set(map(type, tokens["id"])) == {type(ids(0))} and set(map(type, tokens["token"])) == {int}
+
+
+@pytest.mark.parametrize("to", ["parquet", "zarr"])
+def test_what_is_known_of_some_rows_only(to: str, tmp_path: Path, zarr: Any) -> None:
+    """Tokens, then samples of which nobody told more, then rows of which nothing is known."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    model = nn.Sequential(Passes())
+    with hookline.record(model, "0") as rec:
+        with rec.batch(ids=[7, 8], mask=[[1, 1], [0, 1]]):
+            model(torch.randn(2, 2, 5))
+        with rec.batch(ids=[9]):
+            model(torch.randn(1, 5))
+        model(torch.randn(2, 5))
+    with pytest.raises(SiteError, match="is not known"):
+        rec.rows("0:output").identity()
+    rec.export(tmp_path / "out", to)
+    ids, positions = [7, 7, 8, 9, None, None], [0, 1, 1, None, None, None]
+    if to == "parquet":
+        table = parquet.read_table(tmp_path / "out" / "0.output.parquet")
+        assert table["id"].to_pylist() == ids and table["position"].to_pylist() == positions
+        assert "token" not in table.column_names
+    else:
+        group = zarr.open_group(tmp_path / "out", mode="r")["0.output"]
+        for name, wanted in (("id", ids), ("position", positions)):
+            assert group[f"{name}_known"][:].tolist() == [one is not None for one in wanted]
+            known = group[name][:][group[f"{name}_known"][:]].tolist()
+            assert known == [one for one in wanted if one is not None]
+        assert "token" not in group
+    part = rec.select(steps=[0, 1])
+    with pytest.raises(SiteError, match=r"^0:output, output: of some rows id, position are known, of others id\."):
+        part.rows("0:output").identity()
+
+
+@pytest.mark.parametrize("to", ["parquet", "zarr"])
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [([[1], ["a"]], "id is a number in some steps and a string in others"), ([["\ud800"]], "has to hold")],
+)
+def test_ids_that_no_column_can_hold(to: str, ids: list[Any], said: str, tmp_path: Path, zarr: Any) -> None:
+    pytest.importorskip("pyarrow")
+    model = nn.Sequential(Passes())
+    with hookline.record(model, "0") as rec:
+        for some in ids:
+            with rec.batch(ids=some):
+                model(torch.randn(1, 2))
+    with pytest.raises(OptionError, match=said):
+        rec.export(tmp_path / "out", to)
+    assert os.listdir(tmp_path) == []
+
+
+def of_two_writers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Recording, dict[int, list[Any]]]:
+    wanted = {}
+    for rank in (3, 11):
+        monkeypatch.setenv("RANK", str(rank))
+        _, wanted[rank] = told(range(rank, rank + 2), int, masked=True, place=folder)
+    return hookline.load(folder), wanted
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_the_parts_of_two_writers(to: str, tmp_path: Path, zarr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their steps, sites and calls are the same: a name says the writer, a row has it."""
+    pytest.importorskip("pyarrow")
+    rec, wanted = of_two_writers(tmp_path / "run", monkeypatch)
+    out = tmp_path / "out"
+    rec.export(out, to)
+    if to in ("npz", "safetensors"):
+        found = npz(out) if to == "npz" else safetensors.torch.load_file(out)
+        names = [f"w{rank}/{step}/0:output/0/output[{n}]" for rank in wanted for step in (0, 1) for n in (0, 1)]
+        assert sorted(found) == sorted(names)
+        for rank, rows in wanted.items():
+            parts = [found[f"w{rank}/{step}/0:output/0/output[0]"].tolist() for step in (0, 1)]
+            assert parts[0] + parts[1] == [value for *_, value in rows]
+        rec.select(writers=11).export(tmp_path / "one", to)
+        one = npz(tmp_path / "one") if to == "npz" else safetensors.torch.load_file(tmp_path / "one")
+        assert sorted(one) == [f"{step}/0:output/0/output[{n}]" for step in (0, 1) for n in (0, 1)]
+        return
+    if to == "parquet":
+        table = pytest.importorskip("pyarrow.parquet").read_table(out / "0.output.0.parquet").to_pydict()
+    else:
+        group = zarr.open_group(out, mode="r")["0.output.0"]
+        table = {name: array[:].tolist() for name, array in group.arrays()}
+    for rank, rows in wanted.items():
+        here = [place for place, writer in enumerate(table["writer"]) if writer == rank]
+        columns_of = [[table[name][place] for place in here] for name in ("id", "position", "token", "value")]
+        assert list(zip(*columns_of, strict=True)) == rows
+    assert len(table["writer"]) == sum(map(len, wanted.values()))
+
+
+def test_a_recording_of_two_writers_is_saved_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders and steps of the writers are the same numbers; each row keeps its own writer and sample."""
+    rec, wanted = of_two_writers(tmp_path / "run", monkeypatch)
+    rec.save(tmp_path / "again")
+    again = hookline.load(tmp_path / "again")
+    assert again.writers == [3, 11] and len(again) == 4 and hookline.verify(tmp_path / "again")
+    for rank, expected in wanted.items():
+        rows = again.select(writers=rank).rows("0:output", leaf="output[0]")
+        told_now = [rows.identity()[name].tolist() for name in ("id", "position", "token")]
+        assert list(zip(*told_now, rows[:].tolist(), strict=True)) == expected
+
+
 # ---------------------------------------------------------------- bfloat16 and what has no exact type
 
 
@@ -435,6 +585,40 @@ def test_nothing_is_left_after_an_error(
     assert seen == [1, 1] and os.listdir(tmp_path) == []
     if isinstance(error, OSError):
         assert "out: it cannot be written (No space left on device). Nothing was left behind." in str(raised.value)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_the_disk_has_all_of_it_before_it_gets_its_name(
+    to: str, tmp_path: Path, zarr: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow")
+    rec, synced, named = recorded(torch.randn(4, 2), torch.randn(4, 2)), [], []
+    real_sync, real_rename = os.fsync, os.rename
+
+    def sync(handle: int) -> None:
+        real_sync(handle)
+        synced.append(os.fstat(handle).st_ino)
+
+    def rename(old: Any, new: Any) -> None:
+        everything = [Path(old), *Path(old).rglob("*")]
+        assert {path.stat().st_ino for path in everything} <= set(synced)
+        named.append(len(everything))
+        synced.clear()
+        real_rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "rename", rename)
+    rec.export(tmp_path / "out", to)
+    assert len(named) == 1 and (named[0] > 1) == (tmp_path / "out").is_dir()
+    assert synced == [tmp_path.stat().st_ino]
+
+    def refuse(handle: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(FormatError, match=r"it cannot be written \(Input/output error\)"):
+        rec.export(tmp_path / "other", to)
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_parents_are_made_and_a_place_that_cannot_be(tmp_path: Path) -> None:

@@ -366,6 +366,7 @@ def test_rows_are_float32(recorded: Any, place: str, shape: tuple[int, ...]) -> 
         assert found.dtype == torch.float32 and torch.equal(found, wanted)
     assert torch.equal(rows[4], expected[4]) and torch.equal(rows[-1], expected[-1])
     assert torch.equal(torch.stack(list(rows)), expected)
+    assert [part.tolist() for part in rows.split(4)] == [part.tolist() for part in expected.split(4)]
     assert np.array_equal(np.asarray(rows), expected.numpy())
     assert torch.equal(torch.from_dlpack(rows), expected)
     if place != "memory":  # torch cannot pickle tensors in eight bits
@@ -481,14 +482,21 @@ def test_plots_draw_what_the_model_had() -> None:
 def test_formats_of_rows_get_float32(recorded: Any, to: str, tmp_path: Path, zarr: Any) -> None:
     pytest.importorskip("pyarrow")
     x = torch.randn(3, 2, 4)
-    recorded(x, x * 3).export(tmp_path / "out", to)
+    model = nn.Sequential(nn.Identity())
+    with hookline.record(model, "0", dtype="fp8", to=tmp_path / "run") as rec:
+        for step, value in enumerate((x, x * 3)):
+            with rec.batch(ids=[3 * step, 3 * step + 1, 3 * step + 2]):
+                model(value)
+    hookline.load(tmp_path / "run").export(tmp_path / "out", to)
     expected = torch.cat([_by_hand(x), _by_hand(x * 3)]).numpy()
     if to == "parquet":
         import pyarrow.parquet
 
         (file,) = (tmp_path / "out").iterdir()
         assert file.name == "0.output.parquet"
-        found = np.array(pyarrow.parquet.read_table(file)["value"].to_pylist(), dtype=np.float32).reshape(6, 2, 4)
+        table = pyarrow.parquet.read_table(file)
+        found = np.array(table["value"].to_pylist(), dtype=np.float32).reshape(6, 2, 4)
+        assert table["id"].to_pylist() == list(range(6))
     else:
         found = zarr.open_group(str(tmp_path / "out"), mode="r")["0.output"]["value"][:]
     assert found.dtype == np.float32 and np.array_equal(found, expected)

@@ -189,6 +189,107 @@ def test_values_that_were_converted(dtype: torch.dtype, tmp_path: Path) -> None:
     assert len(hookline.verify(wrong, model=net(), inputs=batches(), rows=1000).mismatches) == 5
 
 
+class Flattens(nn.Module):
+    """Its values begin with (samples, length), samples * length, or samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed, self.flat, self.head = nn.Embedding(20, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(self.flat(x.reshape(-1, 4)).reshape(x.shape).sum(1))
+
+
+TOKENS = [torch.randint(20, (3, 5), generator=torch.Generator().manual_seed(step)) for step in range(3)]
+MASKS = [torch.rand(3, 5, generator=torch.Generator().manual_seed(9 + step)) < 0.5 for step in range(3)]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize("length", [5, 1])
+def test_rows_of_chosen_tokens(masked: bool, dtype: torch.dtype | None, length: int, tmp_path: Path) -> None:
+    model, inputs = Flattens(), [tokens[:, :length] for tokens in TOKENS]
+    masks = [mask[:, :length] if masked else torch.ones(3, length).bool() for mask in MASKS]
+    with hookline.record(model, to=tmp_path / "run", ports=("input", "output"), dtype=dtype) as rec:
+        for tokens, mask in zip(inputs, masks, strict=True):
+            with rec.batch(ids=["a", "b", "c"], tokens=tokens, mask=mask):
+                model(tokens)
+    found = hookline.verify(tmp_path / "run", model=model, inputs=inputs, rows=10**6)
+    chosen = int(sum(mask.sum() for mask in masks))
+    # inputs of the root, the embedding and flat, outputs of these two; then what head gets and gives and the root
+    # gives, which are samples; of one token each they are as many as tokens
+    assert found.problems == [] and found.recomputed == 5 * chosen + 3 * (chosen if length == 1 else 3 * 3) and found
+    with torch.no_grad():
+        model.flat.bias += 1
+    wrong = hookline.verify(tmp_path / "run", model=model, inputs=inputs, rows=10**6)
+    assert {mismatch.site for mismatch in wrong.mismatches} == {
+        "flat:output",
+        "head:input",
+        "head:output",
+        "(root):output",
+    }
+    flat = [(mismatch.step, mismatch.row) for mismatch in wrong.mismatches if mismatch.site == "flat:output"]
+    assert flat == [(step, row) for step, mask in enumerate(masks) for row in range(int(mask.sum()))]
+
+
+def test_one_wrong_token_among_the_chosen(tmp_path: Path) -> None:
+    """The same tokens in other places are other rows; one that differs is told by its number."""
+    model = Flattens()
+    with hookline.record(model, "embed", to=tmp_path / "run") as rec, rec.batch(ids=[1, 2, 3], mask=MASKS[0]):
+        model(TOKENS[0])
+    places = MASKS[0].flatten().nonzero().flatten().tolist()
+    other = TOKENS[0].clone().flatten()
+    other[places[2]] = (other[places[2]] + 1) % 20
+    other[[place for place in range(15) if place not in places]] = 0  # not chosen
+    found = hookline.verify(tmp_path / "run", model=model, inputs=[other.view(3, 5)], rows=1000)
+    assert found.problems == [] and [mismatch.row for mismatch in found.mismatches] == [2]
+    found = hookline.verify(tmp_path / "run", model=model, inputs=[TOKENS[0][:, :1]], rows=1000)
+    assert "recorded [" in found.problems[0] and found.recomputed == 0
+
+
+def test_a_dtype_that_no_option_makes(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", nn.Sequential(nn.Identity()), [torch.arange(4)], sites="0")
+    found = hookline.verify(folder, model=nn.Sequential(nn.Identity()), inputs=[torch.arange(4.0)])
+    assert found.recomputed == 0 and found.problems == [
+        "0:output, output, step 0, call 0: recorded torch.int64, recomputed torch.float32. Pass the model that was "
+        "recorded."
+    ]
+
+
+def test_the_inputs_of_several_writers(
+    checked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each has steps 0 and 1 of its own; what one got is never compared with what another kept."""
+    model, given = net(), {rank: [torch.randn(4, 4) for _ in range(2)] for rank in (0, 2)}
+    for rank, inputs in given.items():
+        monkeypatch.setenv("RANK", str(rank))
+        with hookline.record(model, "3", to="ranks") as rec:
+            for x in inputs:
+                model(x)
+        assert rec.writers == [rank]
+    monkeypatch.delenv("RANK")
+    assert hookline.verify("ranks").writers == 2
+    with pytest.raises(
+        OptionError, match=r"parts of the writers 0, 2, which count their own steps\. Pass writer=0, and"
+    ):
+        hookline.verify("ranks", model=model, inputs=given[0])
+    with pytest.raises(OptionError, match=r"writer: got 1, the recording has values of the writers 0, 2\."):
+        hookline.verify("ranks", model=model, inputs=given[0], writer=1)
+    for rank, inputs in given.items():
+        found = hookline.verify("ranks", model=model, inputs=inputs, rows=1000, writer=rank)
+        assert found and found.recomputed == 8
+        other = hookline.verify("ranks", model=model, inputs=given[2 - rank], rows=1000, writer=rank)
+        assert len(other.mismatches) == 8
+    (checked / "code" / "ranks.py").write_text("import torch\ndef one(): return torch.nn.Identity(), []\n")
+    assert main(["verify", "ranks", "--recompute", "code/ranks.py:one"]) == 2
+    assert "Pass writer=0" in capsys.readouterr().err
+    assert main(["verify", "run.hookline", "--recompute", "code/check.py:both", "--writer", "0"]) == 0
+    assert main(["verify", "run.hookline", "--recompute", "code/check.py:both", "--writer", "3"]) == 2
+    assert "writer: got 3" in capsys.readouterr().err
+
+
 def test_values_that_were_reduced(tmp_path: Path) -> None:
     write(tmp_path / "run", net(), batches(), reduce=lambda value: value.mean(1), sites="0")
     found = hookline.verify(tmp_path / "run", model=net(), inputs=batches(), rows=1000)
@@ -255,6 +356,8 @@ def test_damage_and_rows_together(folder: Path) -> None:
             ArgumentError,
             "inputs: got an object of type Tensor, wanted a list",
         ),
+        ({"writer": 0}, OptionError, "writer: got 0, wanted the number of a process, together with model= and"),
+        ({"model": nn.Identity(), "inputs": [], "writer": "0"}, OptionError, "writer: got '0', wanted the number"),
         ({"model": nn.Identity(), "inputs": [], "rows": 0}, OptionError, "rows: got 0, wanted a whole number from 1"),
         ({"tolerance": 0.1}, OptionError, r"tolerance: got 0\.1, wanted \(relative, absolute\)"),
         ({"tolerance": (1, -1)}, OptionError, r"tolerance: got \(1, -1\), wanted"),

@@ -43,6 +43,12 @@ def parser() -> Parser:
     made.add_argument("-n", "--rows", type=int, default=100, metavar="N", help="how many rows (default: 100)")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="repeats the choice of the rows (default: 0)")
     made.add_argument(
+        "--writer",
+        type=int,
+        metavar="N",
+        help="rank of the process that got the inputs, where several recorded",
+    )
+    made.add_argument(
         "--tolerance", metavar="RTOL,ATOL", help="relative and absolute, such as 1e-5,1e-8 (default: the same bits)"
     )
     return made
@@ -65,7 +71,8 @@ def main(argv: Sequence[str], *, own_process: bool) -> int:
     else:
         tolerance = _tolerance(given)
         with _called(given.recompute) as (model, inputs):
-            found = look(folder, model=model, inputs=inputs, rows=given.rows, seed=given.seed, tolerance=tolerance)
+            options = {"rows": given.rows, "seed": given.seed, "tolerance": tolerance, "writer": given.writer}
+            found = look(folder, model=model, inputs=inputs, **options)
     *lines, summary = str(found).split("\n")
     for line in lines:
         print(encodable(line))

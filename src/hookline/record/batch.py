@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from hookline.spelling import kind
 from hookline.store.format import BATCH, SAMPLES, TOKENS
 from hookline.values import Scaled, walk
 
-__all__ = ["Batch", "chosen_rows", "kinds_of"]
+__all__ = ["Batch", "CurrentBatch", "chosen_rows", "kinds_of"]
 
 
 class Batch:
@@ -96,6 +98,46 @@ class Batch:
     def rows(self) -> dict[str, str]:
         """None of its own."""
         return {}
+
+
+class CurrentBatch(threading.local):
+    """The batch that a thread is in.
+
+    Attributes:
+        value: What the rows of its calls are; None where that was not said.
+    """
+
+    value: Batch | None = None
+
+    @property
+    def passes_over(self) -> bool:
+        """Whether the thread runs what is recorded already."""
+        return self.value is not None and self.value.skip
+
+    @contextlib.contextmanager
+    def inside(self, batch: Batch, recorded: Set[Any]) -> Iterator[bool]:
+        """Give the calls of the thread their rows; says whether they are to be recorded.
+
+        Args:
+            batch: The rows.
+            recorded: Ids that are recorded already.
+
+        Raises:
+            OptionError: Some of the samples are recorded already and others not.
+        """
+        ids = set(batch.ids)
+        done = len(ids & recorded)
+        if 0 < done < len(ids):
+            raise OptionError(
+                f"{done} of the {len(ids)} ids of this batch are recorded already, the others are not. Resume with the "
+                "same batches, or leave those samples out."
+            )
+        batch.skip = done > 0
+        before, self.value = self.value, batch
+        try:
+            yield not batch.skip
+        finally:
+            self.value = before
 
 
 def chosen_rows(batch: Batch, leaves: list[Any], *, detach: bool) -> tuple[list[Any], list[str | None]]:

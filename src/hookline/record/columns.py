@@ -16,6 +16,7 @@ from torch import Tensor
 from hookline.errors import OptionError
 from hookline.extras import extra
 from hookline.record.exact import check_bf16, convert, refuse, target_of
+from hookline.record.spans import groups
 
 if TYPE_CHECKING:
     from hookline.record.rows import Rows
@@ -24,7 +25,8 @@ __all__ = ["Part", "arrow_table", "write_parquet", "write_zarr"]
 
 PART_BYTES = 32 << 20
 """Bytes of rows that are in memory at once: a row group of Parquet, a chunk of Zarr."""
-_PLACE = ("step", "call", "backward", "row")
+_PLACE = ("step", "call", "backward", "row", "writer")
+_IDENTITY = ("id", "position", "token")
 _MOST = 2**31 - 1
 """Longest list that Arrow's fixed-size lists can hold."""
 
@@ -34,13 +36,60 @@ class Part(NamedTuple):
 
     Attributes:
         start: Number of the first.
-        place: Step, call, backward pass and row within its value, each of the length of the rows.
+        place: Step, call, backward pass, row within its value and writer, each of the length of the rows.
+        told: Of the columns that say what rows are, the entries, and which of them are known.
         value: The rows, shape (rows, *shape of a row), in the dtype that is written.
     """
 
     start: int
     place: dict[str, npt.NDArray[np.int64]]
+    told: dict[str, tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]]
     value: npt.NDArray[Any]
+
+
+class Told(NamedTuple):
+    """A column that says what rows are.
+
+    Attributes:
+        text: Whether it holds strings; whole numbers otherwise.
+        everywhere: Whether it is known of each row.
+    """
+
+    text: bool
+    everywhere: bool
+
+
+def told(rows: Rows) -> dict[str, Told]:
+    """The columns that say what the rows are: id, position and token, as far as they are known.
+
+    Raises:
+        OptionError: The ids are numbers in some values and strings in others, or strings that are no text.
+    """
+    kinds: dict[str, list[bool]] = {name: [] for name in _IDENTITY}
+    values = [value for value, (*_, count) in enumerate(rows.origins()) if count]
+    for value in values:
+        for name, column in rows.told(value).items():
+            kinds[name].append(_is_text(rows, name, column))
+    for name, found in kinds.items():
+        if len(set(found)) > 1:
+            raise OptionError(
+                f"{rows.site}, {rows.leaf}: {name} is a number in some steps and a string in others, which no column "
+                "can be. Choose steps with rec.select(..., steps=...)."
+            )
+    return {name: Told(found[0], len(found) == len(values)) for name, found in kinds.items() if found}
+
+
+def _is_text(rows: Rows, name: str, column: npt.NDArray[Any]) -> bool:
+    if column.dtype == np.int64:
+        return False
+    try:
+        "".join(column).encode()
+    except (TypeError, UnicodeEncodeError) as error:
+        raise OptionError(
+            f"{rows.site}, {rows.leaf}: {name} has to hold int64 or strings of Unicode ({error}). Record with other "
+            'ids, or pass to="npz".'
+        ) from error
+    return True
 
 
 def target(rows: Rows, to: str, bf16: str | None) -> str:
@@ -58,7 +107,8 @@ def target(rows: Rows, to: str, bf16: str | None) -> str:
 
 def parts(rows: Rows, to: str, bf16: str | None) -> Iterator[Part]:
     """The rows in order, some at a time."""
-    dtype, wanted, count = _name(rows), target(rows, to, bf16), part_rows(rows)
+    dtype, wanted, count, said = _name(rows), target(rows, to, bf16), part_rows(rows), told(rows)
+    writers = np.array(rows.writers(), dtype=np.int64)
     origins = np.array(rows.origins(), dtype=np.int64).reshape(-1, 4)
     ends = np.cumsum(origins[:, 3])
     for start in range(0, len(rows), count):
@@ -66,8 +116,25 @@ def parts(rows: Rows, to: str, bf16: str | None) -> Iterator[Part]:
         values = np.searchsorted(ends, numbers, side="right")
         step, call, backward, _ = origins[values].T
         row = numbers - (ends - origins[:, 3])[values]
-        place = dict(zip(_PLACE, (step, call, backward, row), strict=True))
-        yield Part(start, place, _array(convert(rows[start : start + count], dtype, wanted)))
+        place = dict(zip(_PLACE, (step, call, backward, row, writers[values]), strict=True))
+        identity = _identity(rows, said, values, row)
+        yield Part(start, place, identity, _array(convert(rows[start : start + count], dtype, wanted)))
+
+
+def _identity(
+    rows: Rows, said: dict[str, Told], values: npt.NDArray[np.int64], row: npt.NDArray[np.int64]
+) -> dict[str, tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]]:
+    """What some rows are, given by the numbers of their values and their places in these."""
+    count = len(values)
+    found: dict[str, tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]] = {}
+    for name, column in said.items():
+        entries: npt.NDArray[Any] = np.full(count, "", dtype=object) if column.text else np.zeros(count, np.int64)
+        found[name] = entries, np.zeros(count, np.bool_)
+    for value, here in groups(values) if said else ():
+        for name, told_column in rows.told(value).items():
+            entries, known = found[name]
+            entries[here], known[here] = told_column[row[here]], True
+    return found
 
 
 def part_rows(rows: Rows) -> int:
@@ -99,7 +166,7 @@ def write_parquet(path: Path, rows: Rows, bf16: str | None) -> None:
     """Write the rows as one file, a part as a row group."""
     arrow, parquet = (extra(name, "parquet", 'to="parquet"') for name in ("pyarrow", "pyarrow.parquet"))
     schema = _schema(arrow, rows, bf16)
-    with parquet.ParquetWriter(os.fspath(path), schema, use_dictionary=list(_PLACE)) as writer:
+    with parquet.ParquetWriter(os.fspath(path), schema, use_dictionary=[*_PLACE, *_IDENTITY]) as writer:
         for batch in _batches(arrow, schema, rows, bf16):
             writer.write_batch(batch, row_group_size=len(batch))
 
@@ -108,6 +175,7 @@ def check_parquet(rows: Rows, bf16: str | None) -> None:
     """Complain about rows that Parquet cannot hold, before anything is written."""
     extra("pyarrow.parquet", "parquet", 'to="parquet"')
     target(rows, "parquet", bf16)
+    told(rows)
     size = math.prod(rows.shape[1:])
     if not 0 < size <= _MOST:
         raise OptionError(
@@ -120,6 +188,9 @@ def _schema(arrow: Any, rows: Rows, bf16: str | None) -> Any:
     element = arrow.from_numpy_dtype(np.dtype(target(rows, "parquet", bf16)))
     about = {"site": str(rows.site), "leaf": rows.leaf, "dtype": _name(rows), "shape": json.dumps([*rows.shape[1:]])}
     fields = [arrow.field(name, arrow.int64(), nullable=False) for name in _PLACE]
+    for name, column in told(rows).items():
+        kind = arrow.string() if column.text else arrow.int64()
+        fields.append(arrow.field(name, kind, nullable=not column.everywhere))
     value = arrow.field("value", arrow.list_(element, math.prod(rows.shape[1:])))
     return arrow.schema([*fields, value], {f"hookline.{key}": _utf8(text) for key, text in about.items()})
 
@@ -131,7 +202,11 @@ def _batches(arrow: Any, schema: Any, rows: Rows, bf16: str | None) -> Iterator[
             value = arrow.FixedSizeListArray.from_arrays(arrow.array(part.value.reshape(-1)), type=kind)
         else:  # from_arrays could not tell how many empty lists there are
             value = arrow.array([[]] * len(part.value), type=kind)
-        yield arrow.RecordBatch.from_arrays([*map(arrow.array, part.place.values()), value], schema=schema)
+        identity = [
+            arrow.array(entries, type=schema.field(name).type, mask=~known)
+            for name, (entries, known) in part.told.items()
+        ]
+        yield arrow.RecordBatch.from_arrays([*map(arrow.array, part.place.values()), *identity, value], schema=schema)
 
 
 def _utf8(text: str) -> bytes:
@@ -158,19 +233,29 @@ def open_zarr(folder: Path) -> Any:
 
 
 def write_zarr(group: Any, name: str, rows: Rows, bf16: str | None) -> None:
-    """Write the rows as a group with the arrays ``value``, ``step``, ``call``, ``backward`` and ``row``."""
+    """Write the rows as a group with the arrays ``value``, ``step``, ``call``, ``backward``, ``row`` and ``writer``.
+
+    Where it is known what rows are there are ``id``, ``position`` and ``token`` too; where it is known of some only,
+    ``id_known`` and so on say of which.
+    """
     about = {"site": str(rows.site), "leaf": rows.leaf, "dtype": _name(rows)}
     made = group.create_group(name, attributes={key: _utf8(text).decode() for key, text in about.items()})
     count, dtype = part_rows(rows), np.dtype(target(rows, "zarr", bf16))
     value = made.create_array("value", shape=tuple(rows.shape), dtype=dtype, chunks=_chunks(count, rows.shape))
-    numbers = {
-        key: made.create_array(key, shape=(len(rows),), dtype=np.int64, chunks=_chunks(count, rows.shape[:1]))
-        for key in _PLACE
+    said = told(rows)
+    kinds: dict[str, Any] = dict.fromkeys(_PLACE, np.int64)
+    kinds |= {key: str if column.text else np.int64 for key, column in said.items()}
+    kinds |= {f"{key}_known": np.bool_ for key, column in said.items() if not column.everywhere}
+    arrays = {
+        key: made.create_array(key, shape=(len(rows),), dtype=kind, chunks=_chunks(count, rows.shape[:1]))
+        for key, kind in kinds.items()
     }
     for part in parts(rows, "zarr", bf16):
         span = slice(part.start, part.start + len(part.value))
-        for key, array in numbers.items():
-            array[span] = part.place[key]
+        whole = {key: entries for key, (entries, _) in part.told.items()}
+        whole |= {f"{key}_known": known for key, (_, known) in part.told.items()}
+        for key, array in arrays.items():
+            array[span] = part.place[key] if key in part.place else whole[key]
         if part.value.size:
             value[span] = part.value
 

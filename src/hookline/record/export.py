@@ -91,7 +91,8 @@ def export(
     if to in ("parquet", "zarr"):
         write = _folder_of_rows(leaves, to, bf16)
     else:
-        write = _npz(leaves) if to == "npz" else _safetensors(leaves, place)
+        several = len(recording.writers) > 1
+        write = _npz(leaves, several) if to == "npz" else _safetensors(leaves, several, place)
     _publish(place, write)
     return len(leaves)
 
@@ -146,14 +147,16 @@ def _leaf(event: Any, place: int, path: str, to: str, bf16: str | None) -> _Leaf
 # ---------------------------------------------------------------- one file of tensors
 
 
-def _named(leaves: Sequence[_Leaf], spell: Callable[[str], str]) -> Iterator[tuple[str, _Leaf]]:
+def _named(leaves: Sequence[_Leaf], several: bool, spell: Callable[[str], str]) -> Iterator[tuple[str, _Leaf]]:
+    """A name for each tensor; with several writers it begins with ``w`` and the number of its own."""
     taken: set[str] = set()
     for leaf in leaves:
-        yield unique(spell(prefix_of(leaf.event) + leaf.path), taken), leaf
+        writer = f"w{leaf.event.writer}/" if several else ""
+        yield unique(spell(writer + prefix_of(leaf.event) + leaf.path), taken), leaf
 
 
-def _npz(leaves: Sequence[_Leaf]) -> Callable[[Path], None]:
-    named = list(_named(leaves, _member_name))
+def _npz(leaves: Sequence[_Leaf], several: bool) -> Callable[[Path], None]:
+    named = list(_named(leaves, several, _member_name))
     for name, leaf in named:
         if len(name.encode()) > _LONGEST_MEMBER:
             raise OptionError(f'{leaf.site}: a name of {len(name)} characters is too long for npz. to="safetensors"')
@@ -186,8 +189,8 @@ def _write_member(archive: zipfile.ZipFile, name: str, leaf: _Leaf) -> None:
         _write_elements(file, [leaf])
 
 
-def _safetensors(leaves: Sequence[_Leaf], place: Path) -> Callable[[Path], None]:
-    named = sorted(_named(leaves, str), key=lambda item: -STORAGE[item[1].target].itemsize)
+def _safetensors(leaves: Sequence[_Leaf], several: bool, place: Path) -> Callable[[Path], None]:
+    named = sorted(_named(leaves, several, str), key=lambda item: -STORAGE[item[1].target].itemsize)
     listed = ((name, STORAGE[leaf.target].code, STORAGE[leaf.target].shape(leaf.shape)) for name, leaf in named)
     other = {name: leaf.dtype for name, leaf in named if _lies_as_another(leaf)}
     start = header.build(listed, place, {"hookline.dtypes": json.dumps(other)} if other else None)
@@ -221,6 +224,7 @@ def _folder_of_rows(leaves: Sequence[_Leaf], to: str, bf16: str | None) -> Calla
     if to == "zarr":
         for rows in named.values():
             columns.target(rows, to, bf16)
+            columns.told(rows)
         return _zarr(named, bf16)
     for rows in named.values():
         columns.check_parquet(rows, bf16)
@@ -290,17 +294,34 @@ def _check_free(place: Path) -> None:
 
 
 def _publish(place: Path, write: Callable[[Path], None]) -> None:
-    """Write under a hidden name beside the place, then rename; nothing stays after an error."""
-    draft = folders.hidden(place, "new")
+    """Write under a hidden name beside the place, then rename; nothing stays after an error.
+
+    The disk has all of it before it gets its name, so that nothing half-written has it after a crash of the machine.
+    """
+    made = folders.hidden(place, "new")
     with _writing(place):
         place.parent.mkdir(parents=True, exist_ok=True)
         try:
-            write(draft)
+            write(made)
+            _sync(made)
             _check_free(place)
-            os.rename(draft, place)
+            os.rename(made, place)
+            made = place
+            folders.sync_folder(place.parent)
         except BaseException:
-            folders.remove(draft) if draft.is_dir() else draft.unlink(missing_ok=True)
+            folders.remove(made) if made.is_dir() else made.unlink(missing_ok=True)
             raise
+
+
+def _sync(made: Path) -> None:
+    """Wait until the disk has a file, or a folder with all that is in it."""
+    if made.is_dir():
+        for entry in made.iterdir():
+            _sync(entry)
+        folders.sync_folder(made)
+    else:
+        with open(made, "rb+") as file:
+            os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

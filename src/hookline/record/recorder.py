@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hookline.errors import OptionError
 from hookline.hooks import Handle, add_note, attach, unreachable
 from hookline.record.about import described, info_of
-from hookline.record.batch import Batch, chosen_rows, kinds_of
+from hookline.record.batch import Batch, CurrentBatch, chosen_rows, kinds_of
 from hookline.record.budget import Budget
 from hookline.record.coverage import Coverage
 from hookline.record.event import Event
@@ -143,7 +143,7 @@ class Recorder:
         self._target = target
         self._stream: Stream | None = None
         self._with_gradients = any(site.port.startswith("grad") for site in sites)
-        self._own_batch = threading.local()
+        self._batches = CurrentBatch()
         self._strict = strict
         streams = target is not None and policy.keep == "all"
         last_only = policy.keep == "last"
@@ -280,34 +280,21 @@ class Recorder:
     @property
     def batch(self) -> Batch | None:
         """What the rows of this thread's calls are."""
-        return getattr(self._own_batch, "value", None)
+        return self._batches.value
 
     @property
     def passes_over(self) -> bool:
         """Whether this thread runs what is recorded already."""
-        batch = self.batch
-        return batch is not None and batch.skip
+        return self._batches.passes_over
 
-    @contextlib.contextmanager
-    def in_batch(self, batch: Batch) -> Iterator[bool]:
+    def in_batch(self, batch: Batch) -> contextlib.AbstractContextManager[bool]:
         """Give the calls of this thread their rows; says whether they are recorded.
 
         Raises:
-            OptionError: Some of the samples are recorded already and others not.
+            OptionError: On entering, when some of the samples are recorded already and others not.
         """
-        done = set() if self._target is None else self._target.ids.intersection(batch.ids)
-        if done and len(done) < len(set(batch.ids)):
-            raise OptionError(
-                f"{len(done)} of the {len(set(batch.ids))} ids of this batch are recorded already, the others are not. "
-                "Resume with the same batches, or leave those samples out."
-            )
-        batch.skip = bool(done)
         batch.order, batch.step = next(self._orders), max(self.step, self.first_step)
-        before, self._own_batch.value = self.batch, batch
-        try:
-            yield not batch.skip
-        finally:
-            self._own_batch.value = before
+        return self._batches.inside(batch, set() if self._target is None else self._target.ids)
 
     def _said(self) -> dict[str, Any]:
         waits, seconds = self.pressure

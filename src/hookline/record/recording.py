@@ -254,8 +254,9 @@ class Recording:
         Args:
             path: File or folder to make. Nothing may be there, and nothing stays there after an error.
             to: ``"npz"`` and ``"safetensors"`` are one file, in which each tensor of each event has a name
-                ``STEP/SITE/CALL/VALUEPATH``; ``"parquet"`` is a folder with a file for each site, one line for each row
-                of its values; ``"zarr"`` is a store with a group for each site.
+                ``STEP/SITE/CALL/VALUEPATH``, behind ``wWRITER/`` where there are several writers; ``"parquet"`` is a
+                folder with a file for each site, one line for each row of its values; ``"zarr"`` is a store with a
+                group for each site. These two have what rows are, as ``rec.batch`` said.
             sites: Patterns over the recorded paths, as for ``select``.
             bf16: What bfloat16 becomes where the format does not have it: ``"float32"``, each value exactly, or
                 ``"uint16"``, the bits.

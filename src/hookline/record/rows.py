@@ -13,12 +13,12 @@ from torch import Tensor
 
 from hookline.errors import ArgumentError, OptionError, SiteError
 from hookline.record.columns import arrow_table
+from hookline.record.identity import gathered, identity_of, where
 from hookline.record.spans import Spans, groups
 from hookline.report.text import plural
 from hookline.sites import Site
 from hookline.spelling import kind
 from hookline.store import StoredEvent
-from hookline.store.format import SAMPLES
 
 __all__ = ["RowPlace", "Rows", "leaf_of"]
 
@@ -74,7 +74,7 @@ class Rows(Sequence[Tensor]):
         for event, _, dtype, other in found:
             if dtype != self.dtype or other[1:] != shape[1:] or bool(other) != bool(shape):
                 raise OptionError(
-                    f"{site}, {self.leaf}: {_where(event)} has {dtype} {list(other)}, {_where(first)} has {self.dtype} "
+                    f"{site}, {self.leaf}: {where(event)} has {dtype} {list(other)}, {where(first)} has {self.dtype} "
                     f"{list(shape)}; rows need one dtype, and one shape but for the first dimension. Choose steps with "
                     "rec.select(..., steps=...), or read the values by rec[path].calls."
                 )
@@ -91,7 +91,7 @@ class Rows(Sequence[Tensor]):
     def _forget(self) -> None:
         # of a function that does not hold us, or only the garbage collector could free the values
         self._value = functools.lru_cache(maxsize=_OPEN)(functools.partial(_read, self._values))
-        self._identity = functools.lru_cache(maxsize=_OPEN)(functools.partial(_identity, self._values, self.leaf))
+        self._identity = functools.lru_cache(maxsize=_OPEN)(functools.partial(identity_of, self._values, self.leaf))
         self._spans = Spans(self._values)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,6 +108,10 @@ class Rows(Sequence[Tensor]):
     def nbytes(self) -> int:
         """Bytes of all rows."""
         return int(self.shape.numel() * self.dtype.itemsize)
+
+    def writers(self) -> list[int]:
+        """Number of the process of each value, in order."""
+        return [event.writer for event, _ in self._values]
 
     def origins(self) -> list[tuple[int, int, int, int]]:
         """Step, call, backward pass and number of rows of each value, in order."""
@@ -132,6 +136,10 @@ class Rows(Sequence[Tensor]):
         """Whether ``identity`` can tell what each row is."""
         return all(self.leaf in event.rows() for event, _ in self._values)
 
+    def told(self, value: int) -> dict[str, npt.NDArray[Any]]:
+        """What is known of the rows of one of the values that ``origins`` lists; nothing where that was not said."""
+        return self._identity(value) if self.leaf in self._values[value][0].rows() else {}
+
     def identity(self, index: Any = slice(None)) -> dict[str, Any]:
         """What rows are, as ``rec.batch`` was told.
 
@@ -148,7 +156,7 @@ class Rows(Sequence[Tensor]):
         if not self.have_identity:
             event = next(event for event, _ in self._values if self.leaf not in event.rows())
             raise SiteError(
-                f"{self.site}, {self.leaf}: what the rows of {_where(event)} are is not known. Record inside `with "
+                f"{self.site}, {self.leaf}: what the rows of {where(event)} are is not known. Record inside `with "
                 "rec.batch(ids=...)`; values whose first dimension is that of the ids, or of the tokens, get them."
             )
         if isinstance(index, slice):
@@ -156,15 +164,8 @@ class Rows(Sequence[Tensor]):
         else:
             chosen = self._numbers([index] if isinstance(index, (int, np.integer)) else index)
         values = np.searchsorted(self._ends, chosen, side="right")
-        parts: dict[str, Any] = {}
-        for value, here in groups(values):
-            rows = chosen[here] - self._begins[value]
-            for name, column in self._identity(value).items():
-                parts.setdefault(
-                    name, np.zeros(len(chosen), dtype=column.dtype if column.dtype.kind == "i" else object)
-                )
-                parts[name][here] = column[rows]
-        return {name: torch.from_numpy(c) if c.dtype.kind == "i" else c.tolist() for name, c in parts.items()}
+        rows = chosen - self._begins[values]
+        return gathered(f"{self.site}, {self.leaf}", values, rows, self._identity)
 
     def __getitem__(self, index: Any) -> Tensor:  # type: ignore[override]
         """One row for a number; several for a slice, numbers or a mask of bools.
@@ -225,8 +226,9 @@ class Rows(Sequence[Tensor]):
     def to_arrow(self, *, bf16: str | None = None) -> Any:
         """All rows as a ``pyarrow.Table``.
 
-        Its columns are step, call, backward, row (within the value) and value: a list of fixed size, row by row, whose
-        shape stands in the metadata of the schema as ``hookline.shape``.
+        Its columns are step, call, backward, row (within the value), writer; where ``rec.batch`` said what rows are,
+        id, position and token as ``identity`` has them, null where that is not known; and value: a list of fixed size,
+        row by row, whose shape stands in the metadata of the schema as ``hookline.shape``.
 
         Args:
             bf16: What bfloat16 becomes, which Arrow does not have: ``"float32"`` or its bits, ``"uint16"``.
@@ -353,23 +355,6 @@ def _read(values: list[tuple[Any, int]], value: int) -> Tensor:
     return tensor if tensor.dim() else tensor[None]
 
 
-def _identity(values: list[tuple[Any, int]], leaf: str, value: int) -> dict[str, npt.NDArray[Any]]:
-    """Of the rows of a value: ids, and for tokens their positions and numbers."""
-    event = values[value][0]
-    told = {name: _column(column) for name, column in event.batch.value.items()}
-    if event.rows()[leaf] == SAMPLES:
-        return {"id": told["ids"]}
-    return {"id": told["ids"][told["sample"]], **{name: told[name] for name in ("position", "token") if name in told}}
-
-
-def _column(column: Any) -> npt.NDArray[Any]:
-    if isinstance(column, Tensor):
-        return np.asarray(column.numpy())
-    found = np.empty(len(column), dtype=object)
-    found[:] = column
-    return found
-
-
 def leaf_of(site: Site, layouts: list[list[tuple[str, torch.dtype, torch.Size]]], wanted: str | None) -> str:
     """The value path that is wanted, or the only one there is."""
     paths = list(dict.fromkeys(path for layout in layouts for path, _, _ in layout))
@@ -383,10 +368,6 @@ def leaf_of(site: Site, layouts: list[list[tuple[str, torch.dtype, torch.Size]]]
     if wanted is None:
         raise OptionError(f"{site}: its values hold several tensors; say which by leaf=, one of {shown}.")
     raise SiteError(f'{site} has no tensor at "{wanted}"; there are {shown}.')
-
-
-def _where(event: Any) -> str:
-    return f"call {event.call} of step {event.step}"
 
 
 def _no_index(site: Site, index: Any) -> str:

@@ -83,6 +83,14 @@ class ScaledRows(Rows):
         """Step, call, backward pass and number of rows of each value, in order."""
         return self._data.origins()
 
+    def writers(self) -> list[int]:
+        """Number of the process of each value, in order."""
+        return self._data.writers()
+
+    def told(self, value: int) -> dict[str, npt.NDArray[Any]]:
+        """What is known of the rows of one of the values; nothing where that was not said."""
+        return self._data.told(value)
+
     def place(self, index: int) -> RowPlace:
         """Where a row comes from.
 
@@ -121,6 +129,9 @@ class ScaledRows(Rows):
         else:
             numbers = self._data._numbers([index] if isinstance(index, (int, np.integer)) else index)
         return np.searchsorted(self._data._ends, numbers, side="right")
+
+    def _seen(self, start: int, stop: int) -> Tensor:
+        return self[start:stop]
 
     def __iter__(self) -> Iterator[Tensor]:
         start = 0

@@ -108,6 +108,11 @@ class Target:
         )
 
     def _go_on(self, parts: StoredParts, recording: Recording) -> None:
+        if "repaired" in parts.info and not all(name in parts.info for name in _SAME):
+            raise OptionError(
+                f"{self._folder} was repaired without its recording.json, so nobody can tell whether it is of this "
+                "model. It can be read; record into another folder."
+            )
         for name in _SAME:
             there, here = parts.info.get(name), recording.info.get(name)
             if there != here:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -21,6 +22,7 @@ from hookline.record.recording import Recording
 from hookline.report.text import plural, size_text
 from hookline.sites import Site, canonical_paths, label
 from hookline.spelling import kind
+from hookline.store.format import TOKENS
 
 __all__ = ["Mismatch", "Verification", "verify"]
 
@@ -109,6 +111,7 @@ def verify(
     rows: int = 100,
     seed: int = 0,
     tolerance: Tolerance | None = None,
+    writer: int | None = None,
 ) -> Verification:
     """Look for damage in a recording, and compute some of it again.
 
@@ -125,15 +128,21 @@ def verify(
         seed: Repeats the choice of the rows.
         tolerance: Relative and absolute, as of ``torch.isclose``; none by default. The same bits are only to be
             expected from the same kernels: of the same machine, batch size and release of PyTorch.
+        writer: Number of the process, such as its rank, that got ``inputs``; needed where there were several, since
+            each counts its own steps. Rows of the others are not computed.
 
     Returns:
         What is wrong: ``problems`` and ``mismatches``.
 
     Raises:
         FormatError: There is no recording of that name.
-        OptionError, ArgumentError: An argument cannot be used, or ``model`` and ``inputs`` are not given together.
+        OptionError, ArgumentError: An argument cannot be used, ``model`` and ``inputs`` are not given together, or
+            ``writer`` is needed.
     """
-    _check(model, inputs, rows, tolerance)
+    _check(model, inputs, rows, tolerance, writer)
+    if model is not None:
+        with contextlib.suppress(FormatError):  # the search tells it
+            _part_of(load(path), writer)
     found = store.verify(path)
     problems = list(found.problems)
     mismatches: list[Mismatch] = []
@@ -141,7 +150,7 @@ def verify(
     if model is not None and inputs is not None:
         again = _Again(model, inputs, tolerance, problems, mismatches)
         try:
-            again.compare(load(path), rows, seed)
+            again.compare(_part_of(load(path), writer), rows, seed)
         except FormatError as error:
             if str(error) not in problems:
                 problems.append(str(error))
@@ -150,13 +159,31 @@ def verify(
     return Verification(*found[:4], recomputed, problems, mismatches, torn)
 
 
-def _check(model: Any, inputs: Any, rows: Any, tolerance: Any) -> None:
+def _part_of(recording: Recording, writer: int | None) -> Recording:
+    """What one process recorded: the steps of several have the same numbers, and other inputs."""
+    there = recording.writers
+    if writer is None and len(there) < 2:
+        return recording
+    shown = ", ".join(map(str, there)) or "none"
+    if writer is None:
+        raise OptionError(
+            f"the recording has parts of the writers {shown}, which count their own steps. Pass writer={there[0]}, and "
+            "the inputs of that process."
+        )
+    if writer not in there:
+        raise OptionError(f"writer: got {writer}, the recording has values of the writers {shown}.")
+    return recording.select(writers=writer)
+
+
+def _check(model: Any, inputs: Any, rows: Any, tolerance: Any, writer: Any) -> None:
     if (model is None) != (inputs is None):
         raise OptionError("model= and inputs= go together: pass both to compute rows again, or none of them.")
     if model is not None and not isinstance(model, nn.Module):
         raise ArgumentError(f"the model must be a torch.nn.Module; got {kind(model)}.")
     if inputs is not None and (isinstance(inputs, (Tensor, str)) or not hasattr(inputs, "__getitem__")):
         raise ArgumentError(f"inputs: got {kind(inputs)}, wanted a list with the arguments of each step, such as [x].")
+    if writer is not None and (type(writer) is not int or model is None):
+        raise OptionError(f"writer: got {writer!r}, wanted the number of a process, together with model= and inputs=.")
     if type(rows) is not int or rows < 1:
         raise OptionError(f"rows: got {rows!r}, wanted a whole number from 1 on.")
     if tolerance is not None:
@@ -257,14 +284,19 @@ class _Again:
         if some.leaf not in leaves:
             self._note(f"{some.where}: no tensor came out there, but at {', '.join(leaves) or 'none'}.")
             return
-        fresh = leaves[some.leaf].detach()
+        fresh = _same_rows(leaves[some.leaf].detach(), stored, some)
+        if fresh.dtype != stored.dtype and not (fresh.is_floating_point() and stored.is_floating_point()):
+            self._note(
+                f"{some.where}: recorded {stored.dtype}, recomputed {fresh.dtype}. Pass the model that was recorded."
+            )
+            return
         if fresh.shape != stored.shape:
             self._note(
                 f"{some.where}: recorded {list(stored.shape)}, recomputed {list(fresh.shape)}. Was it recorded with "
                 "reduce=, which cannot be repeated here, or from other inputs?"
             )
             return
-        fresh = fresh.cpu().to(stored.dtype).resolve_conj().resolve_neg().contiguous()
+        fresh = fresh.to(stored.dtype).cpu().resolve_conj().resolve_neg().contiguous()
         for row in some.rows:
             self._compare_row(some, row, stored[row] if stored.dim() else stored, fresh[row] if fresh.dim() else fresh)
 
@@ -279,6 +311,31 @@ class _Again:
     def _note(self, problem: str) -> None:
         if problem not in self._problems:
             self._problems.append(problem)
+
+
+def _same_rows(fresh: Tensor, stored: Tensor, some: _Chosen) -> Tensor:
+    """The rows of the chosen tokens, where ``rec.batch`` had these recorded; else the tensor as it is.
+
+    It has the axes (samples, length), or one of samples * length; which, the shape of a stored row tells.
+    """
+    if some.event.rows().get(some.leaf) != TOKENS:
+        return fresh
+    told = some.event.batch.value
+    try:
+        samples, sample, position = len(told["ids"]), told["sample"], told["position"]
+        last = max(sample.tolist(), default=0), max(position.tolist(), default=0)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise FormatError(f"{some.where}: what its rows are is damaged ({error!r}). Record again.") from error
+    shape, row = tuple(fresh.shape), tuple(stored.shape[1:])
+    if shape[:1] == (samples,) and shape[2:] == row and len(shape) > 1:
+        length, flat = shape[1], fresh.reshape(samples * shape[1], *row)
+    elif shape[1:] == row and samples and shape[0] % samples == 0:
+        length, flat = shape[0] // samples, fresh
+    else:
+        return fresh
+    if last[0] >= samples or last[1] >= length:  # from other inputs
+        return fresh
+    return flat[(sample * length + position).to(flat.device)]
 
 
 def _tensors(recording: Recording) -> Iterator[tuple[Any, int, str, int]]:

@@ -117,17 +117,17 @@ def _summarize_rows(rows: Tensor) -> list[Summary]:
     """
     x = as_float64(rows)
     ends = rows if rows.dtype is torch.float32 else x  # half the bytes, and the same ends
-    columns = (ends.amin(1).to(x.dtype), ends.amax(1).to(x.dtype), x.sum(1), torch.linalg.vector_norm(x, dim=1))
+    columns = (ends.amin(1).to(x.dtype), ends.amax(1).to(x.dtype), x.sum(1), (x * x).sum(1))
     zeros = _zeros(x, owned=x is not rows)
     size, found, far = x.shape[1], list[Summary](), list[int]()
-    for row, (low, high, total, norm) in enumerate(torch.stack(columns, 1).tolist()):
+    for row, (low, high, total, squares) in enumerate(torch.stack(columns, 1).tolist()):
         if not _is_plain(low, high):
             found.append(_summarize_any(x[row], zeros[row]))
             continue
-        mean, square = min(max(total / size, low), high), norm * norm / size
-        variance = max(square - mean * mean, 0.0)
-        far += [row] if square > _FAR * variance else []
-        found.append(Summary(size, mean, math.sqrt(variance), low, high, norm, 0, 0, zeros[row]))
+        mean = min(max(total / size, low), high)
+        variance = max(squares / size - mean * mean, 0.0)
+        far += [row] if squares > _FAR * variance * size else []
+        found.append(Summary(size, mean, math.sqrt(variance), low, high, math.sqrt(squares), 0, 0, zeros[row]))
     if far:
         moments = _around(x[far] if len(far) < len(found) else x, [found[row].mean for row in far])
         for row, (mean, std) in zip(far, moments, strict=True):

@@ -49,6 +49,11 @@ class EventLike(Protocol):
         ...
 
     @property
+    def writer(self) -> int:
+        """Number of the process, such as its rank; 0 in memory."""
+        ...
+
+    @property
     def value(self) -> Any:
         """The kept value."""
         ...

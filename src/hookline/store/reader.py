@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hookline.errors import FormatError
 from hookline.stats.summary import Summary
 from hookline.store import format as layout
 from hookline.store.folders import read_head, read_small
@@ -150,13 +151,18 @@ def stored_events(
     found = []
     for line, place in zip(lines, places, strict=True):
         if line.batch is not None and line.batch not in batches:
-            raise fault(place, f"what its rows are should stand in event {line.batch}, which is not there")
+            raise no_batch(line.batch, place)
         shard = None if line.shard is None else shards[line.shard]
         batch = None if line.batch is None else batches[line.batch]
         found.append(StoredEvent(line, shard, place, batch, writer))
         if line.port == BATCH:
             batches[line.order] = found[-1]
     return found
+
+
+def no_batch(order: int, place: object) -> FormatError:
+    """The error for an event whose rows nobody knows, though it says who does."""
+    return fault(place, f"what its rows are should stand in event {order}, which is not there")
 
 
 class StoredParts(NamedTuple):

@@ -5,21 +5,30 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hookline.errors import FormatError, OptionError
+from hookline.errors import ArgumentError, FormatError, OptionError
 from hookline.store import folders, reader, strict_json
 from hookline.store import format as layout
-from hookline.store.format import HEAD, MANIFEST, Commit, EventLine, ModuleInfo, dump_head, parse_head
+from hookline.store.format import (
+    BATCH,
+    END,
+    HEAD,
+    MANIFEST,
+    Commit,
+    ModuleInfo,
+    dump_end,
+    dump_head,
+    parse_end,
+    parse_head,
+)
+from hookline.store.loss import UNREAD, counted, guess, held, site, sites_of, where
 from hookline.store.shard import open_regular
 from hookline.store.strict_json import fault
 from hookline.store.verify import Search
-
-_MOST_NAMED = 5
-_UNREAD = "what it held cannot be read"
 
 
 class Repair(NamedTuple):
@@ -27,7 +36,7 @@ class Repair(NamedTuple):
 
     Attributes:
         commits: Commits in the new recording.
-        events: Their events.
+        events: Their events; what the rows of others are is none.
         lost: One line for each thing that was part of the recording and is not part of the new one.
         left_out: One line for each leftover that never was part of it: unfinished lines, drafts, shards without a line.
     """
@@ -87,7 +96,8 @@ class _Salvage:
 
     Attributes:
         commits: Commits that were copied.
-        sites: Events that were copied, by path and port.
+        sites: Events that were copied, by path and port; without what their rows are.
+        asked: Sites that were asked for, as the ends of the writers say.
         lost: As of `Repair`.
         left_out: As of `Repair`.
     """
@@ -97,6 +107,7 @@ class _Salvage:
         self.sites: Counter[tuple[str, str]] = Counter()
         self.lost: list[str] = []
         self.left_out: list[str] = []
+        self.asked: dict[tuple[str, str], None] = {}
         self._old, self._draft = old, draft
 
     def run(self) -> None:
@@ -122,14 +133,15 @@ class _Salvage:
         except (FormatError, OSError) as error:
             self.lost.append(
                 f"{HEAD}: {_reason(error, place)}. A new one was made from the events: it names the sites, but not the "
-                "model, its classes and numbers of parameters, the coverage and what else was known"
+                "model, its classes and numbers of parameters, and what else was known; so resume=True refuses it"
             )
             return None
         return text if strict_json.is_sealed(text) else dump_head(info, modules)
 
     def _new_head(self) -> bytes:
-        paths = dict.fromkeys(path for path, _ in self.sites)
-        sites = [f"{path or '(root)'}:{port}" for path, port in self.sites]
+        found = dict.fromkeys([*self.asked, *self.sites])
+        paths = dict.fromkeys(path for path, _ in found)
+        sites = [site(path, port) for path, port in found]
         info = {"sites": sites, "repaired": f"{HEAD} was damaged and has been made anew from the events"}
         return dump_head(info, {path: ModuleInfo("", 0) for path in paths})
 
@@ -142,8 +154,9 @@ class _Salvage:
         files = sorted(entry.name for entry in old.iterdir())
         shards = [name for name in files if layout.SHARD_NAME.fullmatch(name)]
         self.left_out += [f"{old.name}/{name}: an unfinished shard" for name in files if _is_draft(name)]
+        self.left_out += [f"{old.name}/{name}: an unfinished {END}" for name in files if name == f".{END}.tmp"]
         if MANIFEST not in files:
-            if shards:
+            if shards or END in files:
                 self.lost.append(f"{old.name}: it has no {MANIFEST}, so {len(shards)} shards cannot be read")
             return
         named: set[str] = set()
@@ -151,32 +164,82 @@ class _Salvage:
         self.left_out += [f"{old.name}/{name}: no line names this shard" for name in shards if name not in named]
         new = self._draft / old.name
         new.mkdir()
-        for commit, _ in kept:
-            for shard in commit.shards:
+        for whole in kept:
+            for shard in whole.commit.shards:
                 _link(old / shard.file, new / shard.file)
-        folders.write_synced(new / MANIFEST, b"".join(text for _, text in kept))
+        folders.write_synced(new / MANIFEST, b"".join(whole.text for whole in self._in_order(kept)))
+        if END in files and (text := self._end(old / END)) is not None:
+            folders.write_synced(new / END, text)
         folders.sync_folder(new)
 
-    def _lines(self, old: Path, named: set[str]) -> list[tuple[Commit, bytes]]:
-        """The commits that are whole, with their lines; ``named`` gets the shards that any line names."""
+    def _end(self, place: Path) -> bytes | None:
+        """The text of an ``end.json``, sealed; None when it is damaged."""
+        try:
+            text = folders.read_small(place)
+            said = parse_end(text, place)
+            sealed = text if strict_json.is_sealed(text) else dump_end(said)
+        except (FormatError, ArgumentError, OSError) as error:
+            self.lost.append(
+                f"{place.parent.name}/{END}: {_reason(error, place)}; what became of each site, and how long the model "
+                "waited for this writer, cannot be read"
+            )
+            return None
+        self.asked |= dict.fromkeys(sites_of(said))
+        return sealed
+
+    def _in_order(self, kept: list[_Whole]) -> Iterator[_Whole]:
+        """The lines, none before what its rows are.
+
+        What rows are may stand in several lines, of which the first may be lost: a line that needs it then comes after
+        the next one that has it. Where none has it, the events are kept without it.
+        """
+        known: set[int] = set()
+        waiting: dict[int, list[_Whole]] = {}  # by one batch that each needs
+        for whole in kept:
+            yield from _placed(whole, known, waiting)
+        for found in (known.union(*(whole.batches for some in waiting.values() for whole in some)), known):
+            rest = [whole for some in waiting.values() for whole in some]
+            waiting.clear()
+            for whole in rest:
+                unknown = whole.unknown(found)
+                yield from _placed(self._without_rows(whole, unknown) if unknown else whole, known, waiting)
+
+    def _without_rows(self, whole: _Whole, unknown: list[int]) -> _Whole:
+        """The line without what the rows of some of its events are, which is noted."""
+        events = [whole.commit.events[number] for number in unknown]
+        these = counted([(event.path, event.port, event.step) for event in events])
+        self.lost.append(
+            f"{where(whole.place)}: what the rows of {these} are, since a lost line said it; they were kept"
+        )
+        entry = strict_json.unseal(whole.text, whole.place)
+        entry.pop("crc", None)
+        for number in unknown:
+            entry["events"][number].pop("batch", None)
+            for tensor in entry["events"][number]["tensors"]:
+                tensor.pop("rows", None)
+        text = strict_json.seal(strict_json.COMPACT.encode(entry))
+        return _Whole(layout.parse_commit(text, whole.place), text, whole.place)
+
+    def _lines(self, old: Path, named: set[str]) -> list[_Whole]:
+        """The commits that are whole; ``named`` gets the shards that any line names."""
         seen: set[str] = set()
         kept = []
         for place, text in self._read(old / MANIFEST):
             try:
                 commit = reader.parse_commit(text, place, seen)
             except FormatError as error:
-                self._lose(place, [_reason(error, place)], _guess(text, named))
+                self._lose(place, [_reason(error, place)], guess(text, named))
                 continue
             named |= {shard.file for shard in commit.shards}
             search = Search()
             for shard in commit.shards:
                 search.check_shard(old, shard, commit)
             if search.problems:
-                self._lose(place, [problem.partition(". ")[0] for problem in search.problems], _held(commit.events))
+                self._lose(place, [problem.partition(". ")[0] for problem in search.problems], held(commit.events))
                 continue
             self.commits += 1
-            self.sites.update((event.path, event.port) for event in commit.events)
-            kept.append((commit, _sealed(text, place)))
+            self.sites.update((event.path, event.port) for event in commit.events if event.port != BATCH)
+            kept.append(_Whole(commit, _sealed(text, place), place))
         return kept
 
     def _read(self, manifest: Path) -> Iterator[tuple[layout.Line, bytes]]:
@@ -188,7 +251,7 @@ class _Salvage:
                 for number in itertools.count(1):
                     text = file.readline(layout.MAX_LINE + 1)
                     if len(text) > layout.MAX_LINE:
-                        self.lost.append(f"{name}, line {number}: it has more than {layout.MAX_LINE} bytes; {_UNREAD}")
+                        self.lost.append(f"{name}, line {number}: it has more than {layout.MAX_LINE} bytes; {UNREAD}")
                         while text and not text.endswith(b"\n"):
                             text = file.readline(layout.MAX_LINE)
                         continue
@@ -197,44 +260,50 @@ class _Salvage:
                         return
                     yield layout.Line(manifest, number), text
         except (FormatError, OSError) as error:
-            self.lost.append(f"{name}, from line {number} on: {_reason(error, manifest)}; {_UNREAD}")
+            self.lost.append(f"{name}, from line {number} on: {_reason(error, manifest)}; {UNREAD}")
 
     def _lose(self, place: layout.Line, problems: Iterable[str], held: str) -> None:
-        where = f"{place.manifest.parent.name}/{MANIFEST}, line {place.number}"
         shown = "; ".join(problem.replace(f"{self._old}{os.sep}", "") for problem in problems)
-        self.lost.append(f"{where}: {shown}; {held}")
+        self.lost.append(f"{where(place)}: {shown}; {held}")
 
 
-# ---------------------------------------------------------------- what a lost line held
+class _Whole(NamedTuple):
+    """A commit that is whole, its line, and where that stood."""
+
+    commit: Commit
+    text: bytes
+    place: layout.Line
+
+    @property
+    def batches(self) -> set[int]:
+        """What it says of rows: the orders of these events."""
+        return {event.order for event in self.commit.events if event.port == BATCH}
+
+    def unknown(self, known: set[int]) -> list[int]:
+        """Numbers of its events whose rows are said neither in other lines, as given, nor before them in this one."""
+        found, so_far = [], set[int]()
+        for number, event in enumerate(self.commit.events):
+            if event.batch is not None and event.batch not in known and event.batch not in so_far:
+                found.append(number)
+            if event.port == BATCH:
+                so_far.add(event.order)
+        return found
 
 
-def _held(events: Iterable[EventLine]) -> str:
-    return _listing([(event.path, event.port, event.step) for event in events])
-
-
-def _listing(places: list[tuple[Any, Any, Any]]) -> str:
-    """How many events, of which steps and sites."""
-    if not places:
-        return "it held no events"
-    sites = list(dict.fromkeys(f"{path or '(root)'}:{port}" for path, port, _ in places))
-    more = f" and {len(sites) - _MOST_NAMED} more sites" if len(sites) > _MOST_NAMED else ""
-    steps = sorted({step for _, _, step in places})
-    span = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
-    count = f"{len(places)} event{'s' if len(places) > 1 else ''}"
-    return f"it held {count} of {span} at {', '.join(sites[:_MOST_NAMED])}{more}"
-
-
-def _guess(text: bytes, named: set[str]) -> str:
-    """What a damaged line still says of its events; the shards that it names are added."""
-    try:
-        entry = strict_json.parse(text.rstrip(b"\n"), "")
-        named |= {shard["file"] for shard in entry["shards"] if type(shard["file"]) is str}
-        places = [(event["path"], event["port"], event["step"]) for event in entry["events"]]
-    except (FormatError, LookupError, TypeError):
-        return _UNREAD
-    if not all(type(path) is type(port) is str and type(step) is int for path, port, step in places):
-        return _UNREAD
-    return f"{_listing(places)}, as far as can be told"
+def _placed(whole: _Whole, known: set[int], waiting: dict[int, list[_Whole]]) -> Iterator[_Whole]:
+    """The line and those that have waited for it; none if it has to wait itself."""
+    ready = deque([whole])
+    while ready:
+        one = ready.popleft()
+        if unknown := one.unknown(known):
+            batch = one.commit.events[unknown[0]].batch
+            assert batch is not None
+            waiting.setdefault(batch, []).append(one)
+            continue
+        yield one
+        for order in one.batches - known:
+            known.add(order)
+            ready += waiting.pop(order, [])
 
 
 # ---------------------------------------------------------------- small things

@@ -12,8 +12,8 @@ from hookline.errors import FormatError
 from hookline.store import format as layout
 from hookline.store import reader
 from hookline.store.crc32c import crc32c
-from hookline.store.folders import read_head
-from hookline.store.format import HEAD, MANIFEST, Commit, ShardLine
+from hookline.store.folders import read_head, read_small
+from hookline.store.format import BATCH, END, HEAD, MANIFEST, Commit, ShardLine
 from hookline.store.shard import Shard, open_regular
 from hookline.store.strict_json import fault, is_sealed
 
@@ -26,7 +26,7 @@ class Report(NamedTuple):
 
     Attributes:
         writers: Folders of writers.
-        events: Events of all commits that can be read.
+        events: Events of all commits that can be read; what their rows are is none.
         shards: Shards that they name.
         nbytes: Bytes of these shards, as their manifests say.
         problems: One line for each thing that is wrong.
@@ -64,6 +64,8 @@ def verify(folder: str | os.PathLike[str]) -> Report:
     for writer in writers:
         with search.noting(writer / MANIFEST):
             search.look_at(writer)
+        with search.noting(writer / END):
+            _check_end(writer / END)
     return Report(len(writers), search.events, search.shards, search.nbytes, search.problems, search.torn)
 
 
@@ -71,6 +73,13 @@ def _check_head(folder: Path) -> None:
     text, place = read_head(folder), folder / HEAD
     layout.parse_head(text, place)
     _check_sealed(text, place)
+
+
+def _check_end(place: Path) -> None:
+    if os.path.lexists(place):
+        text = read_small(place)
+        layout.parse_end(text, place)
+        _check_sealed(text, place)
 
 
 def _check_sealed(text: bytes, place: object) -> None:
@@ -116,10 +125,13 @@ class Search:
         """Search a writer's folder."""
         manifest = writer / MANIFEST
         seen: set[str] = set()
+        batches: set[int] = set()
         for place, text in reader.lines(manifest, self.torn):
             with self.noting(manifest):
                 commit = reader.parse_commit(text, place, seen)
-                self.events += len(commit.events)
+                self.events += sum(event.port != BATCH for event in commit.events)
+                with self.noting(manifest):
+                    _check_batches(commit, place, batches)
                 for shard in commit.shards:
                     self.check_shard(writer, shard, commit)
                 _check_sealed(text, place)
@@ -140,6 +152,18 @@ class Search:
             if tensor.data:
                 with self.noting(shard.path):
                     shard.find(tensor)
+
+
+def _check_batches(commit: Commit, place: layout.Line, known: set[int]) -> None:
+    """Complain about an event that says what its rows are by something that does not stand before it."""
+    missing: FormatError | None = None
+    for number, event in enumerate(commit.events):
+        if event.batch is not None and event.batch not in known:
+            missing = missing or reader.no_batch(event.batch, place._replace(event=number))
+        if event.port == BATCH:
+            known.add(event.order)
+    if missing is not None:
+        raise missing
 
 
 def _check_sum(path: Path, entry: ShardLine) -> None:

@@ -183,7 +183,7 @@ def save(
     events: Iterable[EventLike],
     overwrite: bool = False,
 ) -> None:
-    """Write a whole recording, or nothing.
+    """Write a whole recording, or nothing; the events of each writer into a folder of its own.
 
     It is written next to its place and renamed when complete. A recording that is overwritten stays until then.
 
@@ -199,19 +199,31 @@ def save(
         FormatError: Something else stands there, or the place cannot be written to.
         ArgumentError: ``info`` is not JSON, or an event holds something that cannot be stored.
     """
-    head, place, own = dump_head(info, modules), folders.place_of(folder), writer_name(0)
+    head, place = dump_head(info, modules), folders.place_of(folder)
+    parts: dict[int, list[EventLike]] = {}
+    for event in events:
+        parts.setdefault(event.writer, []).append(event)
+    names = {number: writer_name(number) for number in sorted(parts) or [0]}
     with _writing(place):
         _refuse(place, overwrite)
-        draft = folders.make_draft(place, head, own)
+        first, *others = names.values()
+        draft = folders.make_draft(place, head, first)
         try:
-            with contextlib.closing(Appender(draft / own)) as appender:
-                rest = iter(events)
-                while some := list(itertools.islice(rest, _AT_ONCE)):
-                    appender.append(some)
+            for name in others:
+                folders.add_writer(draft, name)
+            for number, name in names.items():
+                _append_all(draft / name, parts.get(number, []))
             _put(draft, place, overwrite)
         except BaseException:
             folders.remove(draft)
             raise
+
+
+def _append_all(part: Path, events: Iterable[EventLike]) -> None:
+    with contextlib.closing(Appender(part)) as appender:
+        rest = iter(events)
+        while some := list(itertools.islice(rest, _AT_ONCE)):
+            appender.append(some)
 
 
 def check_free(folder: str | os.PathLike[str], *, overwrite: bool = False, writer: int = 0) -> None:

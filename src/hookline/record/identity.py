@@ -1,0 +1,80 @@
+"""What the rows of stored values are, as ``rec.batch`` was told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hookline.errors import FormatError, SiteError
+from hookline.record.spans import groups
+from hookline.sites import Site
+from hookline.store.format import SAMPLES
+
+__all__ = ["gathered", "identity_of", "where"]
+
+
+def gathered(
+    site: str,
+    values: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
+    told: Callable[[int], dict[str, npt.NDArray[Any]]],
+) -> dict[str, Any]:
+    """What some rows are: int64 tensors, and lists of strings.
+
+    Args:
+        site: For messages.
+        values: Number of the value of each row.
+        rows: Number of each row in its value.
+        told: Gives what is known of the rows of a value, by name.
+
+    Raises:
+        SiteError: More is known of some rows than of others.
+    """
+    parts: dict[str, Any] = {}
+    for value, here in groups(values):
+        found = told(value)
+        if parts and found.keys() != parts.keys():
+            raise SiteError(
+                f"{site}: of some rows {', '.join(parts)} are known, of others {', '.join(found)}. Choose steps with "
+                "rec.select(..., steps=...)."
+            )
+        for name, column in found.items():
+            dtype = column.dtype if column.dtype.kind == "i" else object
+            parts.setdefault(name, np.zeros(len(values), dtype=dtype))[here] = column[rows[here]]
+    return {name: torch.from_numpy(c) if c.dtype.kind == "i" else c.tolist() for name, c in parts.items()}
+
+
+def identity_of(values: list[tuple[Any, int]], leaf: str, value: int) -> dict[str, npt.NDArray[Any]]:
+    """Of the rows of a value: ids, and for tokens their positions and numbers."""
+    event = values[value][0]
+    place = f"{Site(event.path, event.port)}, {leaf}, {where(event)}"
+    try:
+        told = {name: _column(column) for name, column in event.batch.value.items()}
+        found = {"id": told["ids"]}
+        if event.rows()[leaf] != SAMPLES:
+            found = {"id": told["ids"][told["sample"]]}
+            found |= {name: told[name] for name in ("position", "token") if name in told}
+    except (AttributeError, LookupError, TypeError) as error:
+        raise FormatError(f"{place}: what its rows are is damaged ({error!r}). Record again.") from error
+    count = dict((path, shape[:1]) for path, _, shape in event.layouts())[leaf]
+    if any(column.shape != count for column in found.values()):
+        raise FormatError(f"{place}: what its rows are is told of another number of them. Record again.")
+    return found
+
+
+def _column(column: Any) -> npt.NDArray[Any]:
+    if isinstance(column, Tensor):
+        return np.asarray(column.numpy())
+    found = np.empty(len(column), dtype=object)
+    found[:] = column
+    return found
+
+
+def where(event: Any) -> str:
+    """A value as messages name it."""
+    return f"call {event.call} of step {event.step}"
