@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hookline import store
 from hookline.errors import ArgumentError, FormatError, OptionError, SiteError
 from hookline.record import columns
 from hookline.record.exact import FORMATS, check_bf16, convert, refuse, target_of
@@ -83,6 +84,7 @@ def export(
         near = nearest_clause(to, FORMATS) if isinstance(to, str) else ""
         raise OptionError(f"to: got {to!r}, wanted one of {quoted(FORMATS)}{near}.")
     check_bf16(bf16)
+    store.refuse_remote(path, "export")
     place = Path(os.path.abspath(path))
     _check_free(place)
     leaves = _leaves(recording, sites, to, bf16)

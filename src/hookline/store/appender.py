@@ -7,7 +7,6 @@ import errno
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,6 +19,7 @@ from hookline.store.folders import sync_folder
 from hookline.store.format import BATCH, MANIFEST, PORTS, EventLine, Line, ShardLine, TensorLine
 from hookline.store.names import prefix_of, unique
 from hookline.store.reader import StoredEvent, stored_events
+from hookline.store.remote import Place
 from hookline.store.shard import Shard, write_shard
 from hookline.store.strict_json import LARGEST
 from hookline.store.structure import encode
@@ -120,14 +120,17 @@ class Appender:
         quota: Most bytes that shards and manifest may take; None for no limit.
     """
 
-    def __init__(self, folder: Path, *, quota: int | None = None) -> None:
-        self._folder = folder
-        self._manifest = open(folder / MANIFEST, "r+b", buffering=0)  # noqa: SIM115 (closed by close)
+    def __init__(self, folder: Place, *, quota: int | None = None) -> None:
+        self._folder: Any = folder
+        self._open()
         self._one_at_a_time = threading.Lock()  # autograd runs backward hooks in threads of its own
         self._shards = 0  # numbers that were given away; none is used twice, whatever became of its file
         self._complete = _Complete(0, 0)
         self._quota = quota
         self._used = 0
+
+    def _open(self) -> None:
+        self._manifest = open(self._folder / MANIFEST, "r+b", buffering=0)  # noqa: SIM115 (closed by close)
 
     def append(self, events: Iterable[EventLike]) -> list[StoredEvent]:
         """Write events as one commit; when it returns, they survive a crash of the process and of the machine.
@@ -181,17 +184,16 @@ class Appender:
         """
         with self._one_at_a_time:
             parts = [part for staged in several for part in staged._parts]
-            lines, first = _lines(parts), self._complete.lines + 1
+            lines = _lines(parts)
             try:
                 if any(staged._names for staged in several):
-                    sync_folder(self._folder)
-                self._write_lines([line.dump() for line in lines], tuple(several))
+                    self._settle()
+                manifest, first = self._write_lines([line.dump() for line in lines], tuple(several))
             except BaseException:
-                with contextlib.suppress(OSError):  # an unfinished line is not read
-                    self._manifest.truncate(self._complete.length)
+                self._take_back()
                 raise
         for number, line in enumerate(lines):
-            place = Line(self._folder / MANIFEST, first + number)
+            place = Line(manifest, first + number)
             for index, event in enumerate(event for part in line.parts for event in part.events):
                 event.stands_at(place._replace(event=index))
 
@@ -223,8 +225,7 @@ class Appender:
             if part.tensors:
                 self._shards += 1
                 staged._names.append(name)
-                entry = write_shard(self._folder / name, part.tensors)
-                shard = Shard(self._folder / name, entry.nbytes)
+                entry, shard = self._write_shard(name, part.tensors)
             place = self._folder / MANIFEST
             events = stored_events(
                 part.lines, {name: shard} if shard else {}, [place] * len(part.lines), staged._batches
@@ -239,9 +240,23 @@ class Appender:
                 f"{size:,} more are needed. Raise quota=, or record fewer sites or a smaller dtype=."
             )
 
-    def _write_lines(self, lines: list[bytes], several: tuple[Staged, ...]) -> None:
+    def _write_shard(self, name: str, tensors: list[tuple[str, Stored]]) -> tuple[ShardLine, Shard]:
+        entry = write_shard(self._folder / name, tensors)
+        return entry, Shard(self._folder / name, entry.nbytes)
+
+    def _settle(self) -> None:
+        """Wait until the names of the shards are on disk."""
+        sync_folder(self._folder)
+
+    def _take_back(self) -> None:
+        with contextlib.suppress(OSError):  # an unfinished line is not read
+            self._manifest.truncate(self._complete.length)
+
+    def _write_lines(self, lines: list[bytes], several: tuple[Staged, ...]) -> tuple[Place, int]:
+        """Write the lines of a commit; the manifest, and the number of the first one in it."""
+        manifest, first = self._folder / MANIFEST, self._complete.lines + 1
         if not lines:
-            return
+            return manifest, first
         here, there = os.fstat(self._manifest.fileno()), os.stat(self._folder / MANIFEST)
         if (here.st_ino, here.st_dev) != (there.st_ino, there.st_dev):
             raise FileNotFoundError(errno.ENOENT, "somebody has exchanged the manifest")
@@ -253,6 +268,7 @@ class Appender:
             write_all(self._manifest, line)
         os.fsync(self._manifest.fileno())
         self._complete = _Complete(length + sum(map(len, lines)), count + len(lines), several)
+        return manifest, first
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:

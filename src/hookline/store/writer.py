@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from hookline.errors import FormatError, OptionError, QuotaError
-from hookline.store import folders
+from hookline.store import folders, remote_writer
 from hookline.store.appender import Appender, Staged
 from hookline.store.event_like import EventLike
-from hookline.store.format import END, ModuleInfo, dump_end, dump_head, writer_name
+from hookline.store.format import END, HEAD, MANIFEST, ModuleInfo, dump_end, dump_head, writer_name
 from hookline.store.reader import StoredEvent
+from hookline.store.remote import Place, Remote
+from hookline.store.remote_writer import RemoteAppender
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _AT_ONCE = 20_000
@@ -32,7 +34,7 @@ class Writer:
     the others join it. No two ever write into the same file, not even those that come with the same number at once.
 
     Args:
-        folder: The recording, ``run.hookline``. Missing parents are made.
+        folder: The recording, ``run.hookline``. Missing parents are made. Or a URL, ``s3://bucket/run.hookline``.
         info: What is known about the recording; strict JSON.
         modules: The modules of the model by path.
         writer: Number of this writer, such as the rank of the process.
@@ -48,7 +50,7 @@ class Writer:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | Remote,
         *,
         info: Mapping[str, Any],
         modules: Mapping[str, ModuleInfo],
@@ -61,13 +63,17 @@ class Writer:
             raise OptionError(f"writer has to be a number from 0 on, got {writer}. Pass the rank of the process.")
         head, own = dump_head(info, modules), writer_name(writer)
         self.folder = folders.place_of(folder)
+        self.part = self.folder / own
         with _writing(self.folder):
-            if overwrite:
+            if isinstance(self.folder, Remote):
+                if overwrite:
+                    remote_writer.refuse(self.folder, overwrite)
+                remote_writer.claim(self.folder, head, own, writer, again=again)
+            elif overwrite:
                 _replace(self.folder, head, own, writer)
             else:
                 _claim(self.folder, head, own, writer, again=again)
-            self._appender = Appender(self.folder / own, quota=quota)
-        self.part = self.folder / own
+            self._appender = _appender(self.part, quota)
         self._closed = False
 
     def append(self, events: Iterable[EventLike]) -> list[StoredEvent]:
@@ -126,7 +132,10 @@ class Writer:
         """
         text = dump_end(said)
         with self._writing("End it"):
-            folders.write_whole(self.part / END, text)
+            if isinstance(self.part, Remote):
+                (self.part / END).put(text)
+            else:
+                folders.write_whole(self.part / END, text)
 
     def describe(self, *, info: Mapping[str, Any], modules: Mapping[str, ModuleInfo]) -> None:
         """Say anew what the recording is, when more modules turn up while it is written.
@@ -138,7 +147,10 @@ class Writer:
         """
         head = dump_head(info, modules)
         with self._writing("Describe"):
-            folders.write_head(self.folder, head)
+            if isinstance(self.folder, Remote):
+                (self.folder / HEAD).put(head)
+            else:
+                folders.write_head(self.folder, head)
 
     def close(self) -> None:
         """Close the files. Nothing is left to be written."""
@@ -184,21 +196,45 @@ def save(
         ArgumentError: ``info`` is not JSON, or an event holds something that cannot be stored.
     """
     head, place, own = dump_head(info, modules), folders.place_of(folder), writer_name(0)
+    if isinstance(place, Remote):
+        return _save_remote(place, head, own, events, overwrite)
     with _writing(place):
         _refuse(place, overwrite)
         draft = folders.make_draft(place, head, own)
         try:
-            with contextlib.closing(Appender(draft / own)) as appender:
-                rest = iter(events)
-                while some := list(itertools.islice(rest, _AT_ONCE)):
-                    appender.append(some)
+            _append_all(Appender(draft / own), events)
             _put(draft, place, overwrite)
         except BaseException:
             folders.remove(draft)
             raise
 
 
-def check_free(folder: str | os.PathLike[str], *, overwrite: bool = False, writer: int = 0) -> None:
+def _append_all(appender: Appender, events: Iterable[EventLike]) -> None:
+    with contextlib.closing(appender):
+        rest = iter(events)
+        while some := list(itertools.islice(rest, _AT_ONCE)):
+            appender.append(some)
+
+
+def _save_remote(place: Remote, head: bytes, own: str, events: Iterable[EventLike], overwrite: bool) -> None:
+    """Write all of a recording; what makes it one comes last."""
+    remote_writer.refuse(place, overwrite)
+    try:
+        (place / own / MANIFEST).put(b"")
+        _append_all(RemoteAppender(place / own), events)
+        (place / HEAD).put(head, new=True)
+    except BaseException as error:
+        remote_writer.remove(place, own)
+        if isinstance(error, FileExistsError):  # another process was faster
+            remote_writer.refuse(place, overwrite=False)
+        raise
+
+
+def _appender(part: Place, quota: int | None) -> Appender:
+    return (RemoteAppender if isinstance(part, Remote) else Appender)(part, quota=quota)
+
+
+def check_free(folder: str | os.PathLike[str] | Remote, *, overwrite: bool = False, writer: int = 0) -> None:
     """Raise what a ``Writer`` of that number, or ``save``, would raise because of what stands there; writes nothing.
 
     Raises:
@@ -206,6 +242,10 @@ def check_free(folder: str | os.PathLike[str], *, overwrite: bool = False, write
         FormatError: Something else stands there.
     """
     place = folders.place_of(folder)
+    if isinstance(place, Remote):
+        if overwrite or writer == 0 or (remote_writer.is_taken(place) and remote_writer.parts_of(place, writer)):
+            remote_writer.refuse(place, overwrite)
+        return
     with _writing(place):
         joins = not overwrite and folders.is_taken(place) and not folders.parts_of(place, writer)
         if not joins or writer == 0:
@@ -262,7 +302,7 @@ def _replace(folder: Path, head: bytes, own: str, writer: int) -> None:
 
 
 @contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _writing(folder: Place) -> Iterator[None]:
     """An OSError as one clear FormatError that names the folder."""
     try:
         yield
