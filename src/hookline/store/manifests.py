@@ -77,12 +77,7 @@ def manifests(writer: Place) -> list[Place]:
     Raises:
         FormatError: One of them is missing.
     """
-    if isinstance(writer, Remote):
-        names: list[str] = list(writer.children())
-    elif os.path.lexists(writer / layout.manifest_name(1)):
-        names = os.listdir(writer)
-    else:
-        return [writer / MANIFEST]
+    names = list(writer.children()) if isinstance(writer, Remote) else os.listdir(writer)
     numbers = sorted(int(found[1]) for found in map(layout.LATER_MANIFEST.fullmatch, names) if found)
     for wanted, number in enumerate(numbers, start=1):
         if number != wanted:
