@@ -95,5 +95,5 @@ def _new_threads(known: set[threading.Thread], patience: float = 1.0) -> list[th
 
 
 def _is_foreign(thread: threading.Thread) -> bool:
-    """Started by C code, such as autograd's device threads; Python lists those for ever."""
-    return isinstance(thread, threading._DummyThread)
+    """Started by C code, such as autograd's device threads, or of fsspec, which keeps its own; both go on for ever."""
+    return isinstance(thread, threading._DummyThread) or thread.name == "fsspecIO" or thread.name.startswith("asyncio_")

@@ -19,7 +19,7 @@ from torch import nn
 import hookline
 from hookline import hooks, store
 from hookline.cli.main import main
-from hookline.errors import ArgumentError, CoverageError
+from hookline.errors import ArgumentError, CoverageError, OptionError
 from hookline.record import recorder
 from hookline.record.event import Event
 from hookline.store import StoredEvent, Writer
@@ -340,3 +340,17 @@ def test_a_recording_without_values_is_shown_with_its_unfinished_line(
         (writer.part / "manifest.jsonl").write_bytes(b"{")
     text = shown(tmp_path / "run.hookline", capsys)
     assert text.startswith("Nothing was recorded") and "\nunfinished last line, not read: w00000-" in text
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_any_process_may_be_the_first(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    for rank in (first, 1 - first):
+        monkeypatch.setenv("RANK", str(rank))
+        with hookline.record(model, to=tmp_path / "run"):
+            model(torch.full((1, 2), float(rank)))
+    assert hookline.load(tmp_path / "run").writers == [0, 1]
+    for rank in (0, 1):  # neither takes the place of what it has recorded
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(OptionError, match="a recording of that name exists"):
+            hookline.record(model, to=tmp_path / "run")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hookline import store
 from hookline.errors import ArgumentError, FormatError, OptionError, SiteError
 from hookline.fp8 import scaled_places
 from hookline.record import columns
@@ -85,6 +86,7 @@ def export(
         near = nearest_clause(to, FORMATS) if isinstance(to, str) else ""
         raise OptionError(f"to: got {to!r}, wanted one of {quoted(FORMATS)}{near}.")
     check_bf16(bf16)
+    store.refuse_remote(path, "export")
     place = Path(os.path.abspath(path))
     _check_free(place)
     leaves = _leaves(recording, sites, to, bf16)

@@ -68,7 +68,7 @@ class Target:
     """
 
     def __init__(self, folder: str | os.PathLike[str], quota: int | None, on_error: str, resume: bool) -> None:
-        self._folder = os.path.abspath(folder)
+        self._folder = store.place_of(folder)
         self._quota, self._on_error, self._resume = quota, on_error, resume
         self.number = int(os.environ.get("RANK", "0"))
         self.first_step = self.first_order = 0
@@ -86,7 +86,7 @@ class Target:
             FormatError: It cannot be written.
         """
         recording.info |= _about(model, policy)
-        if self._resume and os.path.lexists(self._folder):
+        if self._resume and store.exists(self._folder):
             self._go_on(store.open_recording(self._folder), recording)
         writer = Writer(
             self._folder,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from hookline.store.appender import Staged
 from hookline.store.event_like import EventLike
+from hookline.store.folders import place_of
 from hookline.store.format import ModuleInfo
-from hookline.store.reader import StoredEvent, StoredParts, Tail, open_recording
+from hookline.store.reader import StoredEvent, StoredParts, Tail, exists, open_recording
+from hookline.store.remote import refuse_remote
 from hookline.store.repair import Repair, repair
 from hookline.store.verify import Report, verify
 from hookline.store.writer import Writer, check_free, save
@@ -25,7 +27,10 @@ __all__ = [
     "Tail",
     "Writer",
     "check_free",
+    "exists",
     "open_recording",
+    "place_of",
+    "refuse_remote",
     "repair",
     "save",
     "verify",

@@ -8,8 +8,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hookline.errors import QuotaError
 from hookline.store import format as layout
@@ -18,6 +17,7 @@ from hookline.store.dump import dump_commit
 from hookline.store.event_like import EventLike
 from hookline.store.folders import sync_folder
 from hookline.store.format import BATCH, MANIFEST, Line, ShardLine
+from hookline.store.manifests import writer_number
 from hookline.store.planned import (
     Planned,
     Refused,
@@ -29,7 +29,8 @@ from hookline.store.planned import (
     part_of,
     with_batches,
 )
-from hookline.store.reader import StoredEvent, stored_events, writer_number
+from hookline.store.reader import StoredEvent, stored_events
+from hookline.store.remote import Place
 from hookline.store.shard import Shard, write_shard
 from hookline.store.tensors import Stored, write_all
 
@@ -91,15 +92,18 @@ class Appender:
         quota: Most bytes that shards and manifest may take; None for no limit.
     """
 
-    def __init__(self, folder: Path, *, quota: int | None = None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Place, *, quota: int | None = None) -> None:
+        self._folder: Any = folder
         self._number = writer_number(folder)
-        self._manifest = open(folder / MANIFEST, "r+b", buffering=0)  # noqa: SIM115 (closed by close)
+        self._open()
         self._one_at_a_time = threading.Lock()  # autograd runs backward hooks in threads of its own
         self._shards = 0  # numbers that were given away; none is used twice, whatever became of its file
         self._complete = _Complete(0, 0)
         self._quota = quota
         self._used = 0
+
+    def _open(self) -> None:
+        self._manifest = open(self._folder / MANIFEST, "r+b", buffering=0)  # noqa: SIM115 (closed by close)
 
     def append(self, events: Iterable[EventLike], refused: Refused | None = None) -> list[StoredEvent]:
         """Write events as one commit; when it returns, they survive a crash of the process and of the machine.
@@ -153,17 +157,16 @@ class Appender:
         """
         with self._one_at_a_time:
             parts = [part for staged in several for part in staged._parts]
-            lines, first = _lines(parts), self._complete.lines + 1
+            lines = _lines(parts)
             try:
                 if any(staged._names for staged in several):
-                    sync_folder(self._folder)
-                self._write_lines([line.dump() for line in lines], tuple(several))
+                    self._settle()
+                manifest, first = self._write_lines([line.dump() for line in lines], tuple(several))
             except BaseException:
-                with contextlib.suppress(OSError):  # an unfinished line is not read
-                    self._manifest.truncate(self._complete.length)
+                self._take_back()
                 raise
         for number, line in enumerate(lines):
-            place = Line(self._folder / MANIFEST, first + number)
+            place = Line(manifest, first + number)
             for index, event in enumerate(event for part in line.parts for event in part.events):
                 event.stands_at(place._replace(event=index))
 
@@ -200,14 +203,14 @@ class Appender:
                 size = part.line_size
                 if size + _LINE_OVERHEAD <= layout.MAX_LINE:
                     self._check_quota(size + data)
-                entry = written()
+                entry, shard = written()
             if size + _LINE_OVERHEAD > layout.MAX_LINE:
                 self._remove([name])
                 with or_refused(some[0].event, refused):
                     rest += reversed(halves(some, size))
                 continue
             place = self._folder / MANIFEST
-            shards = {} if entry is None else {name: Shard(self._folder / name, entry.nbytes)}
+            shards = {} if shard is None else {name: shard}
             places = [place] * len(part.lines)
             events = stored_events(part.lines, shards, places, staged._batches, self._number)
             parts.append(_Written(part.texts, size, events, entry))
@@ -216,14 +219,14 @@ class Appender:
     @contextlib.contextmanager
     def _shard(
         self, staged: Staged, name: str, tensors: list[tuple[str, Stored]]
-    ) -> Iterator[Callable[[], ShardLine | None]]:
-        """Write a shard, a large one meanwhile; gives what waits for it and returns its entry, None without tensors."""
+    ) -> Iterator[Callable[[], tuple[ShardLine | None, Shard | None]]]:
+        """Write a shard, a large one meanwhile; gives what waits for it and returns it, None without tensors."""
         if not tensors:
-            yield lambda: None
+            yield lambda: (None, None)
             return
         self._shards += 1
         staged._names.append(name)
-        write = functools.partial(write_shard, self._folder / name, tensors)
+        write = functools.partial(self._write_shard, name, tensors)
         if sum(kept.nbytes for _, kept in tensors) < _LARGE:
             yield write
             return
@@ -240,9 +243,23 @@ class Appender:
                 f"{size:,} more are needed. Raise quota=, or record fewer sites or a smaller dtype=."
             )
 
-    def _write_lines(self, lines: list[bytes], several: tuple[Staged, ...]) -> None:
+    def _write_shard(self, name: str, tensors: list[tuple[str, Stored]]) -> tuple[ShardLine, Shard]:
+        entry = write_shard(self._folder / name, tensors)
+        return entry, Shard(self._folder / name, entry.nbytes)
+
+    def _settle(self) -> None:
+        """Wait until the names of the shards are on disk."""
+        sync_folder(self._folder)
+
+    def _take_back(self) -> None:
+        with contextlib.suppress(OSError):  # an unfinished line is not read
+            self._manifest.truncate(self._complete.length)
+
+    def _write_lines(self, lines: list[bytes], several: tuple[Staged, ...]) -> tuple[Place, int]:
+        """Write the lines of a commit; the manifest, and the number of the first one in it."""
+        manifest, first = self._folder / MANIFEST, self._complete.lines + 1
         if not lines:
-            return
+            return manifest, first
         here, there = os.fstat(self._manifest.fileno()), os.stat(self._folder / MANIFEST)
         if (here.st_ino, here.st_dev) != (there.st_ino, there.st_dev):
             raise FileNotFoundError(errno.ENOENT, "somebody has exchanged the manifest")
@@ -254,6 +271,7 @@ class Appender:
             write_all(self._manifest, line)
         os.fsync(self._manifest.fileno())
         self._complete = _Complete(length + sum(map(len, lines)), count + len(lines), several)
+        return manifest, first
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:

@@ -16,6 +16,7 @@ from pathlib import Path
 from hookline.errors import OptionError
 from hookline.store import format as layout
 from hookline.store.format import END, HEAD, MANIFEST, MAX_HEAD, WRITER_NAME, parse_head
+from hookline.store.remote import Place, Remote, remote_of
 from hookline.store.shard import open_regular
 from hookline.store.strict_json import fault
 from hookline.store.tensors import write_all
@@ -23,7 +24,17 @@ from hookline.store.tensors import write_all
 _OTHER_NAME = "Choose another name"
 
 
-def place_of(folder: str | os.PathLike[str]) -> Path:
+def place_of(folder: str | os.PathLike[str] | Remote) -> Place:
+    """The folder of a recording, as `on_disk` finds it; or what its URL names.
+
+    Raises:
+        OptionError: No recording can lie at that URL.
+    """
+    remote = remote_of(folder)
+    return on_disk(folder) if remote is None else remote  # type: ignore[arg-type]
+
+
+def on_disk(folder: str | os.PathLike[str]) -> Path:
     """The folder of a recording, also after the working directory changes.
 
     A link to one is followed, so that what the link names is replaced and not the link.
@@ -32,7 +43,12 @@ def place_of(folder: str | os.PathLike[str]) -> Path:
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
-def read_head(folder: Path) -> bytes:
+def names_in(folder: Place) -> list[str]:
+    """What lies right in a folder, in no order."""
+    return list(folder.children()) if isinstance(folder, Remote) else os.listdir(folder)
+
+
+def read_head(folder: Place) -> bytes:
     """The text of ``recording.json``.
 
     Raises:
@@ -41,7 +57,7 @@ def read_head(folder: Path) -> bytes:
     return read_small(folder / HEAD)
 
 
-def read_small(path: Path) -> bytes:
+def read_small(path: Place) -> bytes:
     """The text of ``recording.json`` or ``end.json``.
 
     Raises:
@@ -49,7 +65,8 @@ def read_small(path: Path) -> bytes:
     """
     with open_regular(path) as file:
         # of the open file: another may have its name by now; and reading takes memory for as much as is asked for
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         if size > MAX_HEAD:
             raise fault(path, f"it has {size} bytes, at most {MAX_HEAD} are read")
         return file.read(size)
@@ -91,8 +108,9 @@ def check_replaceable(folder: Path) -> None:
 def _is_ours(parts: tuple[str, ...]) -> bool:
     if len(parts) == 1:
         return parts[0] == HEAD or WRITER_NAME.fullmatch(parts[0]) is not None
-    shard = (pattern.fullmatch(parts[-1]) for pattern in (layout.SHARD_NAME, layout.DRAFT_NAME))
-    return len(parts) == 2 and (parts[1] in (MANIFEST, END, f".{END}.tmp") or any(shard))
+    patterns = layout.SHARD_NAME, layout.DRAFT_NAME, layout.LATER_MANIFEST
+    known = (pattern.fullmatch(parts[-1]) for pattern in patterns)
+    return len(parts) == 2 and (parts[1] in (MANIFEST, END, f".{END}.tmp") or any(known))
 
 
 def parts_of(folder: Path, writer: int) -> list[Path]:

@@ -9,7 +9,7 @@
         manifest.jsonl         one line for each commit, written after the shards that hold its tensors
         000000.safetensors     tensors of one commit, readable with the safetensors library alone
 
-``docs/format.md`` says it all, for readers in other languages.
+``docs/format.md`` says it all.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hookline.errors import ArgumentError
 from hookline.store import strict_json
 from hookline.store.dtypes import STORAGE, parse_shape
+from hookline.store.remote import Place
 from hookline.store.strict_json import counts, fault, get, show
 
 FORMAT = "hookline"
@@ -35,6 +35,7 @@ MANIFEST = "manifest.jsonl"
 END = "end.json"
 WRITER_NAME = re.compile(r"w[0-9]{5,}-[0-9a-f]{6}")
 SHARD_NAME = re.compile(r"[0-9]{6,}\.safetensors")
+LATER_MANIFEST = re.compile(r"manifest-([0-9]{6,})\.jsonl")  # on object stores, when the one before is long
 DRAFT_NAME = re.compile(rf"\.{SHARD_NAME.pattern}\.tmp")
 """Of a shard that is being written; nobody reads it."""
 PORTS = ("input", "output", "grad_input", "grad_output")
@@ -66,6 +67,11 @@ def writer_prefix(writer: int) -> str:
 def shard_name(number: int) -> str:
     """Name of a shard: ``000000.safetensors``."""
     return f"{number:06d}.safetensors"
+
+
+def manifest_name(number: int) -> str:
+    """Name of a manifest of a writer: ``manifest.jsonl``, then ``manifest-000001.jsonl`` and so on."""
+    return MANIFEST if number == 0 else f"manifest-{number:06d}.jsonl"
 
 
 def draft_name(shard: str) -> str:
@@ -162,7 +168,7 @@ class Commit(NamedTuple):
 class Line(NamedTuple):
     """A line of a manifest or an event in it, counted from 0, as messages name them."""
 
-    manifest: Path
+    manifest: Place
     number: int
     event: int | None = None
 

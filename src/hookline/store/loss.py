@@ -8,7 +8,7 @@ from typing import Any
 from hookline.errors import FormatError
 from hookline.store import format as layout
 from hookline.store import strict_json
-from hookline.store.format import BATCH, MANIFEST, PORTS, EventLine
+from hookline.store.format import BATCH, PORTS, EventLine
 
 UNREAD = "what it held cannot be read"
 _MOST_NAMED = 5
@@ -43,7 +43,7 @@ def counted(places: list[tuple[Any, Any, Any]]) -> str:
 
 def where(place: layout.Line) -> str:
     """Where a line stands, as seen from the recording."""
-    return f"{place.manifest.parent.name}/{MANIFEST}, line {place.number}"
+    return f"{place.manifest.parent.name}/{place.manifest.name}, line {place.number}"
 
 
 def site(path: str, port: str) -> str:

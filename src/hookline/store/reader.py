@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,12 +17,37 @@ from hookline.errors import FormatError
 from hookline.stats.summary import Summary
 from hookline.store import format as layout
 from hookline.store.folders import read_head, read_small
-from hookline.store.format import BATCH, END, HEAD, MANIFEST, Commit, EventLine, ModuleInfo, TensorLine
-from hookline.store.shard import Shard, meta_tensor, open_regular, torch_dtype
+from hookline.store.format import BATCH, END, HEAD, EventLine, ModuleInfo, TensorLine
+from hookline.store.manifests import (
+    lines,
+    lines_from,
+    manifests,
+    parse_commit,
+    place_of_recording,
+    writer_number,
+    writers,
+)
+from hookline.store.remote import Place, Remote
+from hookline.store.remote_shard import Shards
+from hookline.store.shard import Shard, meta_tensor, torch_dtype
 from hookline.store.strict_json import fault
 from hookline.store.structure import decode
 
-_OTHER_FOLDER = "Pass a folder that Hookline wrote, such as run.hookline."
+__all__ = [
+    "StoredEvent",
+    "StoredParts",
+    "Tail",
+    "exists",
+    "lines",
+    "lines_from",
+    "manifests",
+    "open_recording",
+    "parse_commit",
+    "place_of_recording",
+    "stored_events",
+    "writers",
+]
+
 _ONE_TENSOR = {"t": 0}
 
 
@@ -179,11 +201,11 @@ class StoredParts(NamedTuple):
     info: dict[str, Any]
     modules: dict[str, ModuleInfo]
     events: list[StoredEvent]
-    torn: tuple[Path, ...] = ()
+    torn: tuple[Place, ...] = ()
     ends: tuple[tuple[int, dict[str, Any]], ...] = ()
 
 
-def open_recording(folder: str | os.PathLike[str]) -> StoredParts:
+def open_recording(folder: str | os.PathLike[str] | Remote) -> StoredParts:
     """Open a recording. No code from it is run, and nothing but the JSON files is read yet.
 
     Args:
@@ -208,10 +230,10 @@ class Tail:
         number: Look only at what the writers of that number wrote; at all by default.
     """
 
-    def __init__(self, folder: Path, *, number: int | None = None) -> None:
+    def __init__(self, folder: Place, *, number: int | None = None) -> None:
         self._folder = folder
         self._number = number
-        self._writers: dict[Path, _Followed] = {}
+        self._writers: dict[Place, _Followed] = {}
 
     def new(self) -> list[StoredEvent]:
         """The events since the last look, by order and step.
@@ -230,9 +252,9 @@ class Tail:
         return sorted(events, key=lambda event: (event.order, event.step))
 
     @property
-    def torn(self) -> tuple[Path, ...]:
+    def torn(self) -> tuple[Place, ...]:
         """The manifests whose last line was not finished at the last look."""
-        return tuple(path / MANIFEST for path, writer in self._writers.items() if writer.torn)
+        return tuple(writer.torn for writer in self._writers.values() if writer.torn is not None)
 
     def ends(self) -> tuple[tuple[int, dict[str, Any]], ...]:
         """What each writer wrote down at its end, by its number.
@@ -242,7 +264,7 @@ class Tail:
         """
         with _reading(self._folder):
             found = ((writer_number(path), path / END) for path in self._writers)
-            return tuple((number, _read_end(place)) for number, place in found if os.path.lexists(place))
+            return tuple((number, _read_end(place)) for number, place in found if exists(place))
 
 
 class _Followed(NamedTuple):
@@ -250,126 +272,53 @@ class _Followed(NamedTuple):
 
     Attributes:
         path: The writer's folder.
-        offset: Bytes that were read.
-        number: Lines that were read.
+        part: Number of the manifest that was read last.
+        offset: Bytes of it that were read.
+        number: Lines of it that were read.
         seen: Shards that they name.
         batches: Their batches, by order.
-        torn: Whether an unfinished line follows.
+        torn: The manifest in which an unfinished line follows.
     """
 
-    path: Path
+    path: Place
+    part: int = 0
     offset: int = 0
     number: int = 0
     seen: frozenset[str] = frozenset()
     batches: Mapping[int, StoredEvent] = MappingProxyType({})
-    torn: bool = False
+    torn: Place | None = None
 
     def look(self) -> tuple[_Followed, list[StoredEvent]]:
         """How far it is read now, and the events since."""
         events: list[StoredEvent] = []
-        seen, batches, torn = set(self.seen), dict(self.batches), list[Path]()
-        offset, number, writer = self.offset, self.number, writer_number(self.path)
-        for place, text in lines(self.path / MANIFEST, torn, offset, number):
+        seen, batches, torn = set(self.seen), dict(self.batches), list[Place]()
+        part, offset, number, writer = self.part, self.offset, self.number, writer_number(self.path)
+        folder = Shards(self.path)
+        for at, place, text in lines_from(manifests(self.path), torn, part, offset, number):
             commit = parse_commit(text, place, seen)
-            shards = {shard.file: Shard(self.path / shard.file, shard.nbytes) for shard in commit.shards}
+            shards = {shard.file: folder.open(shard.file, shard.nbytes) for shard in commit.shards}
             places = [place._replace(event=index) for index in range(len(commit.events))]
             events += stored_events(commit.events, shards, places, batches, writer)
-            offset, number = offset + len(text), place.number
-        return _Followed(self.path, offset, number, frozenset(seen), batches, bool(torn)), events
+            part, offset, number = at, len(text) + (offset if at == part else 0), place.number
+        reached = _Followed(self.path, part, offset, number, frozenset(seen), batches, torn[0] if torn else None)
+        return reached, events
 
 
-def _read_end(place: Path) -> dict[str, Any]:
+def exists(place: Place) -> bool:
+    """Whether a file or folder is there, or an object, or objects in it."""
+    if isinstance(place, Remote):
+        return place.size() is not None or bool(place.children())
+    return os.path.lexists(place)
+
+
+def _read_end(place: Place) -> dict[str, Any]:
     return layout.parse_end(read_small(place), place)
 
 
-def writer_number(folder: Path) -> int:
-    """The number of a writer, which the name of its folder begins with."""
-    return int(folder.name[1:].partition("-")[0])
-
-
 @contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[None]:
+def _reading(folder: Place) -> Iterator[None]:
     """An OSError as a FormatError that names the folder."""
     try:
         yield
     except OSError as error:
         raise fault(folder, f"it cannot be read ({error})", "Check its permissions and its disk.") from error
-
-
-def place_of_recording(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of a recording, since its shards may be opened from another working directory.
-
-    Raises:
-        FormatError: There is none.
-    """
-    folder = Path(os.path.abspath(path))
-    if not os.path.lexists(folder):
-        raise fault(folder, "there is no recording of that name", "Check the path.")
-    if folder.name in (HEAD, MANIFEST) or not folder.is_dir():
-        raise fault(folder, "this is not a folder, a recording is one", "Pass the folder, such as run.hookline.")
-    if not os.path.lexists(folder / HEAD):
-        advice = f"Pass its parent, {folder.parent}." if (folder.parent / HEAD).exists() else _OTHER_FOLDER
-        raise fault(folder, f"this folder is not a Hookline recording (it has no {HEAD})", advice)
-    return folder
-
-
-def writers(folder: Path) -> Iterator[Path]:
-    """The writers' folders that have a manifest, in order; other things in the folder are not ours to judge."""
-    for path in sorted(folder.iterdir()):
-        if layout.WRITER_NAME.fullmatch(path.name):
-            if path.is_symlink() or not path.is_dir():
-                raise fault(path, "this is not a plain folder", "Copy the recording with its links resolved: cp -rL.")
-            if os.path.lexists(path / MANIFEST):
-                yield path
-
-
-def parse_commit(text: bytes, place: layout.Line, seen: set[str]) -> Commit:
-    """Read one line of a manifest, and check all of it that can be checked without its shards.
-
-    Args:
-        text: The line.
-        place: Where it stands.
-        seen: What earlier lines of the manifest have of their own, which this one adds to: their shards, or a digest of
-            a line without any.
-
-    Raises:
-        FormatError: The line is damaged or hostile, names a shard that another line names, or is there twice.
-    """
-    commit = layout.parse_commit(text, place)
-    for index, line in enumerate(commit.events):
-        decode(line.structure, range(len(line.tensors)), place._replace(event=index))
-    names = {shard.file for shard in commit.shards}
-    if names & seen:
-        raise fault(place, f"it names the shard {min(names & seen)}, which an earlier line names")
-    if not names:
-        names = {hashlib.blake2b(text, digest_size=16).hexdigest()}
-        if names & seen:
-            raise fault(place, "it is the same as an earlier line, so that its events would be there twice")
-    seen |= names
-    return commit
-
-
-def lines(manifest: Path, torn: list[Path], offset: int = 0, number: int = 0) -> Iterator[tuple[layout.Line, bytes]]:
-    """The whole lines of a manifest, and where they stand.
-
-    Args:
-        manifest: The file.
-        torn: Gets the manifest added when its last line has no newline: its writer was killed, or is at it.
-        offset: Bytes that are passed over.
-        number: Lines in these bytes.
-
-    Raises:
-        FormatError: A line is too long, or the file has less than ``offset`` bytes.
-    """
-    with open_regular(manifest) as file:
-        if offset > file.seek(0, os.SEEK_END):
-            raise fault(manifest, f"it had {offset} bytes and has become shorter", "Open the recording again.")
-        file.seek(offset)
-        for count in itertools.count(number + 1):
-            line = file.readline(layout.MAX_LINE + 1)
-            if len(line) > layout.MAX_LINE:
-                raise fault(manifest, f"a line has more than {layout.MAX_LINE} bytes")
-            if not line.endswith(b"\n"):
-                torn += [manifest] if line else []
-                return
-            yield layout.Line(manifest, count), line

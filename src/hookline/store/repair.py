@@ -26,6 +26,7 @@ from hookline.store.format import (
     parse_head,
 )
 from hookline.store.loss import UNREAD, counted, guess, held, site, sites_of, where
+from hookline.store.remote import Place, refuse_remote
 from hookline.store.shard import open_regular
 from hookline.store.strict_json import fault
 from hookline.store.verify import Search
@@ -60,7 +61,9 @@ def repair(folder: str | os.PathLike[str], new: str | os.PathLike[str]) -> Repai
         FormatError: There is no recording, it is of another version of the format, or the new one cannot be written.
         OptionError: Something stands at the new place, or that lies in the damaged one.
     """
-    old, place = _place_of(folder), folders.place_of(new)
+    for given in (folder, new):
+        refuse_remote(given, "repair")
+    old, place = _place_of(folder), folders.on_disk(new)
     if os.path.lexists(place):
         raise OptionError(f"{place}: something of that name exists and was left as it is. Choose another name.")
     if old.resolve() in place.resolve().parents:
@@ -88,7 +91,8 @@ def _place_of(folder: str | os.PathLike[str]) -> Path:
     headless = path.is_dir() and not os.path.lexists(path / HEAD)
     if headless and any(layout.WRITER_NAME.fullmatch(entry.name) for entry in path.iterdir()):
         return path
-    return reader.place_of_recording(folder)
+    reader.place_of_recording(folder)
+    return path
 
 
 class _Salvage:
@@ -224,7 +228,7 @@ class _Salvage:
         """The commits that are whole; ``named`` gets the shards that any line names."""
         seen: set[str] = set()
         kept = []
-        for place, text in self._read(old / MANIFEST):
+        for place, text in itertools.chain.from_iterable(map(self._read, reader.manifests(old))):
             try:
                 commit = reader.parse_commit(text, place, seen)
             except FormatError as error:
@@ -242,9 +246,9 @@ class _Salvage:
             kept.append(_Whole(commit, _sealed(text, place), place))
         return kept
 
-    def _read(self, manifest: Path) -> Iterator[tuple[layout.Line, bytes]]:
+    def _read(self, manifest: Place) -> Iterator[tuple[layout.Line, bytes]]:
         """The lines that can be read; the others are noted, and do not end the search."""
-        name = f"{manifest.parent.name}/{MANIFEST}"
+        name = f"{manifest.parent.name}/{manifest.name}"
         number = 1
         try:
             with open_regular(manifest) as file:

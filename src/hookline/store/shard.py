@@ -18,6 +18,7 @@ from hookline.store import header
 from hookline.store.crc32c import crc32c
 from hookline.store.dtypes import STORAGE
 from hookline.store.format import ShardLine, TensorLine, draft_name
+from hookline.store.remote import Place, Remote
 from hookline.store.strict_json import DAMAGED, fault
 from hookline.store.tensors import Sink, Stage, Stored, write_all
 
@@ -52,31 +53,44 @@ def write_shard(path: Path, tensors: Iterable[tuple[str, Stored]]) -> ShardLine:
         OSError: It could not be written.
         FormatError: There are too many names for one file.
     """
+    draft = path.with_name(draft_name(path.name))
+    with open(draft, "wb", buffering=0) as file:
+        entry = write_into(file, tensors, path)
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+    return entry
+
+
+def write_into(file: Sink, tensors: Iterable[tuple[str, Stored]], path: Place) -> ShardLine:
+    """Write named tensors as a safetensors file of the name of ``path``.
+
+    Raises:
+        OSError: It could not be written.
+        FormatError: There are too many names for one file.
+    """
     # from the largest element to the smallest, so that each begins at a multiple of its size
     ordered = sorted(tensors, key=lambda named: -named[1].storage.itemsize)
     start = header.build(((name, kept.storage.code, kept.storage.shape(kept.shape)) for name, kept in ordered), path)
-    draft = path.with_name(draft_name(path.name))
-    with open(draft, "wb", buffering=0) as file:
-        summed = _Summed(file)
-        write_all(summed, start)
-        on_cuda = any(kept.data is not None and kept.data.is_cuda for _, kept in ordered)
-        stage = Stage(summed, sum(kept.nbytes for _, kept in ordered), pinned=on_cuda)
-        with torch.no_grad():
-            for _, kept in ordered:
-                if kept.data is not None:
-                    stage.add(kept.data)
-        stage.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    summed = _Summed(file)
+    write_all(summed, start)
+    on_cuda = any(kept.data is not None and kept.data.is_cuda for _, kept in ordered)
+    stage = Stage(summed, sum(kept.nbytes for _, kept in ordered), pinned=on_cuda)
+    with torch.no_grad():
+        for _, kept in ordered:
+            if kept.data is not None:
+                stage.add(kept.data)
+    stage.flush()
     return ShardLine(path.name, summed.nbytes, summed.crc32c)
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Place) -> BinaryIO:
     """Open a file inside a recording for reading.
 
     Raises:
         FormatError: It is missing, cannot be read, or is not a plain file: a link may lead out of the recording.
     """
+    if isinstance(path, Remote):
+        return path.open()
     check_regular(path)
     try:
         return open(path, "rb")
@@ -110,6 +124,8 @@ class Shard:
         FormatError: It is missing, not a plain file, or of another size.
     """
 
+    path: Place
+
     def __init__(self, path: Path, size: int) -> None:
         self.path, self.size = path, size
         self._seen = _identity(check_regular(path))
@@ -138,8 +154,8 @@ class Shard:
             data, begin = data[begin : begin + count * dtype.itemsize].copy(), 0
         return torch.frombuffer(data, dtype=dtype, count=count, offset=begin).view(line.shape)
 
-    def span(self, line: TensorLine) -> tuple[npt.NDArray[np.uint8], int]:
-        """The file as bytes, mapped privately, and where in it the tensor begins.
+    def span(self, line: TensorLine) -> tuple[npt.NDArray[np.uint8], int] | None:
+        """The file as bytes, mapped privately, and where in it the tensor begins; None where it cannot be mapped.
 
         Raises:
             FormatError: As for ``tensor``.

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from hookline.errors import FormatError
 from hookline.store import format as layout
 from hookline.store import reader
 from hookline.store.crc32c import crc32c
-from hookline.store.folders import read_head, read_small
+from hookline.store.folders import names_in, read_head, read_small
 from hookline.store.format import BATCH, END, HEAD, MANIFEST, Commit, ShardLine
-from hookline.store.shard import Shard, open_regular
+from hookline.store.remote import Place, Remote
+from hookline.store.remote_shard import Shards
+from hookline.store.shard import open_regular
 from hookline.store.strict_json import fault, is_sealed
 
 _PIECE = 8 << 20
@@ -38,10 +39,10 @@ class Report(NamedTuple):
     shards: int
     nbytes: int
     problems: list[str]
-    torn: list[Path]
+    torn: list[Place]
 
 
-def verify(folder: str | os.PathLike[str]) -> Report:
+def verify(folder: str | os.PathLike[str] | Remote) -> Report:
     """Read all of a recording and say what is wrong with it. The first problem does not end the search.
 
     Every checksum, the size of every shard, and dtype and shape of every tensor are compared. Files that no manifest
@@ -57,7 +58,7 @@ def verify(folder: str | os.PathLike[str]) -> Report:
     search = Search()
     with search.noting(path):
         _check_head(path)
-    writers: list[Path] = []
+    writers: list[Place] = []
     with search.noting(path):
         writers += reader.writers(path)
         search.problems += _orphans(path, writers)
@@ -69,14 +70,14 @@ def verify(folder: str | os.PathLike[str]) -> Report:
     return Report(len(writers), search.events, search.shards, search.nbytes, search.problems, search.torn)
 
 
-def _check_head(folder: Path) -> None:
+def _check_head(folder: Place) -> None:
     text, place = read_head(folder), folder / HEAD
     layout.parse_head(text, place)
     _check_sealed(text, place)
 
 
-def _check_end(place: Path) -> None:
-    if os.path.lexists(place):
+def _check_end(place: Place) -> None:
+    if reader.exists(place):
         text = read_small(place)
         layout.parse_end(text, place)
         _check_sealed(text, place)
@@ -87,11 +88,11 @@ def _check_sealed(text: bytes, place: object) -> None:
         raise fault(place, "it has no checksum, so nobody can tell whether it is as it was written")
 
 
-def _orphans(folder: Path, writers: list[Path]) -> Iterator[str]:
+def _orphans(folder: Place, writers: list[Place]) -> Iterator[str]:
     """Complaints about writers' folders that lost their manifest; one that was made just now has no shards either."""
-    for path in sorted(folder.iterdir()):
+    for path in [folder / name for name in sorted(names_in(folder))]:
         lost = layout.WRITER_NAME.fullmatch(path.name) and path not in writers
-        if lost and any(layout.SHARD_NAME.fullmatch(file.name) for file in path.iterdir()):
+        if lost and any(map(layout.SHARD_NAME.fullmatch, names_in(path))):
             yield str(fault(path / MANIFEST, "this part of the recording is missing, its shards are there"))
 
 
@@ -108,11 +109,11 @@ class Search:
 
     def __init__(self) -> None:
         self.problems: list[str] = []
-        self.torn: list[Path] = []
+        self.torn: list[Place] = []
         self.events = self.shards = self.nbytes = 0
 
     @contextlib.contextmanager
-    def noting(self, place: Path) -> Iterator[None]:
+    def noting(self, place: Place) -> Iterator[None]:
         """Note an error as a problem and go on behind the with-block."""
         try:
             yield
@@ -121,12 +122,12 @@ class Search:
         except OSError as error:
             self.problems.append(str(fault(place, f"it cannot be read ({error})", "Check its permissions and disk.")))
 
-    def look_at(self, writer: Path) -> None:
+    def look_at(self, writer: Place) -> None:
         """Search a writer's folder."""
         manifest = writer / MANIFEST
         seen: set[str] = set()
         batches: set[int] = set()
-        for place, text in reader.lines(manifest, self.torn):
+        for _, place, text in reader.lines_from(reader.manifests(writer), self.torn):
             with self.noting(manifest):
                 commit = reader.parse_commit(text, place, seen)
                 self.events += sum(event.port != BATCH for event in commit.events)
@@ -136,14 +137,14 @@ class Search:
                     self.check_shard(writer, shard, commit)
                 _check_sealed(text, place)
 
-    def check_shard(self, writer: Path, entry: ShardLine, commit: Commit) -> None:
+    def check_shard(self, writer: Place, entry: ShardLine, commit: Commit) -> None:
         """Read all of a shard, and compare it with the line that names it."""
         with self.noting(writer / entry.file):
             self._check_shard(writer, entry, commit)
 
-    def _check_shard(self, writer: Path, entry: ShardLine, commit: Commit) -> None:
+    def _check_shard(self, writer: Place, entry: ShardLine, commit: Commit) -> None:
         self.shards, self.nbytes = self.shards + 1, self.nbytes + entry.nbytes
-        shard = Shard(writer / entry.file, entry.nbytes)
+        shard = Shards(writer).open(entry.file, entry.nbytes)
         with self.noting(shard.path):
             _check_sum(shard.path, entry)
         shard.contents  # noqa: B018 (raises once what each tensor would raise)
@@ -166,7 +167,7 @@ def _check_batches(commit: Commit, place: layout.Line, known: set[int]) -> None:
         raise missing
 
 
-def _check_sum(path: Path, entry: ShardLine) -> None:
+def _check_sum(path: Place, entry: ShardLine) -> None:
     found = 0
     with open_regular(path) as file:
         while piece := file.read(_PIECE):

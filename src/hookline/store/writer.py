@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from hookline.errors import FormatError, OptionError, QuotaError
-from hookline.store import folders
+from hookline.store import folders, remote_writer
 from hookline.store.appender import Appender, Staged
 from hookline.store.event_like import EventLike
-from hookline.store.format import END, ModuleInfo, dump_end, dump_head, writer_name
+from hookline.store.format import END, HEAD, MANIFEST, ModuleInfo, dump_end, dump_head, writer_name
 from hookline.store.planned import Refused
 from hookline.store.reader import StoredEvent
+from hookline.store.remote import Place, Remote
+from hookline.store.remote_writer import RemoteAppender
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _AT_ONCE = 20_000
@@ -33,7 +35,7 @@ class Writer:
     the others join it. No two ever write into the same file, not even those that come with the same number at once.
 
     Args:
-        folder: The recording, ``run.hookline``. Missing parents are made.
+        folder: The recording, ``run.hookline``. Missing parents are made. Or a URL, ``s3://bucket/run.hookline``.
         info: What is known about the recording; strict JSON.
         modules: The modules of the model by path.
         writer: Number of this writer, such as the rank of the process.
@@ -49,7 +51,7 @@ class Writer:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | Remote,
         *,
         info: Mapping[str, Any],
         modules: Mapping[str, ModuleInfo],
@@ -63,13 +65,17 @@ class Writer:
         head, own = dump_head(info, modules), writer_name(writer)
         self.folder = folders.place_of(folder)
         self._made = False
+        self.part = self.folder / own
         with _writing(self.folder):
-            if overwrite:
+            if isinstance(self.folder, Remote):
+                if overwrite:
+                    remote_writer.refuse(self.folder, overwrite)
+                self._made = remote_writer.claim(self.folder, head, own, writer, again=again)
+            elif overwrite:
                 _replace(self.folder, head, own, writer)
             else:
                 self._made = _claim(self.folder, head, own, writer, again=again)
-            self._appender = Appender(self.folder / own, quota=quota)
-        self.part = self.folder / own
+            self._appender = _appender(self.part, quota)
         self._closed = False
 
     def append(self, events: Iterable[EventLike], refused: Refused | None = None) -> list[StoredEvent]:
@@ -133,7 +139,10 @@ class Writer:
         """
         text = dump_end(said)
         with self._writing("End it"):
-            folders.write_whole(self.part / END, text)
+            if isinstance(self.part, Remote):
+                (self.part / END).put(text)
+            else:
+                folders.write_whole(self.part / END, text)
 
     def describe(self, *, info: Mapping[str, Any], modules: Mapping[str, ModuleInfo]) -> None:
         """Say anew what the recording is, when more modules turn up while it is written.
@@ -145,16 +154,23 @@ class Writer:
         """
         head = dump_head(info, modules)
         with self._writing("Describe"):
-            folders.write_head(self.folder, head)
+            if isinstance(self.folder, Remote):
+                (self.folder / HEAD).put(head)
+            else:
+                folders.write_head(self.folder, head)
 
     def take_back(self) -> None:
         """Close, and delete this part if nothing was committed to it, with a recording that was made for it alone."""
         self.close()
-        if self._appender.is_empty:
-            folders.remove(self.part)
-            if self._made:
-                with contextlib.suppress(OSError):
-                    folders.remove_empty(self.folder)
+        if not self._appender.is_empty:
+            return
+        if isinstance(self.part, Remote):
+            remote_writer.remove(self.part.parent, self.part.name)
+            return
+        folders.remove(self.part)
+        if self._made:
+            with contextlib.suppress(OSError):
+                folders.remove_empty(self.part.parent)
 
     def close(self) -> None:
         """Close the files. Nothing is left to be written."""
@@ -204,6 +220,8 @@ def save(
     for event in events:
         parts.setdefault(event.writer, []).append(event)
     names = {number: writer_name(number) for number in sorted(parts) or [0]}
+    if isinstance(place, Remote):
+        return _save_remote(place, head, names, parts, overwrite)
     with _writing(place):
         _refuse(place, overwrite)
         first, *others = names.values()
@@ -212,31 +230,58 @@ def save(
             for name in others:
                 folders.add_writer(draft, name)
             for number, name in names.items():
-                _append_all(draft / name, parts.get(number, []))
+                _append_all(Appender(draft / name), parts.get(number, []))
             _put(draft, place, overwrite)
         except BaseException:
             folders.remove(draft)
             raise
 
 
-def _append_all(part: Path, events: Iterable[EventLike]) -> None:
-    with contextlib.closing(Appender(part)) as appender:
+def _append_all(appender: Appender, events: Iterable[EventLike]) -> None:
+    with contextlib.closing(appender):
         rest = iter(events)
         while some := list(itertools.islice(rest, _AT_ONCE)):
             appender.append(some)
 
 
-def check_free(folder: str | os.PathLike[str], *, overwrite: bool = False, writer: int = 0) -> None:
-    """Raise what a ``Writer`` of that number, or ``save``, would raise because of what stands there; writes nothing.
+def _save_remote(
+    place: Remote, head: bytes, names: Mapping[int, str], parts: Mapping[int, list[EventLike]], overwrite: bool
+) -> None:
+    """Write all of a recording; what makes it one comes last."""
+    remote_writer.refuse(place, overwrite)
+    try:
+        for number, own in names.items():
+            (place / own / MANIFEST).put(b"")
+            _append_all(RemoteAppender(place / own), parts.get(number, []))
+        (place / HEAD).put(head, new=True)
+    except BaseException as error:
+        for own in names.values():
+            remote_writer.remove(place, own)
+        if isinstance(error, FileExistsError):  # another process was faster
+            remote_writer.refuse(place, overwrite=False)
+        raise
+
+
+def _appender(part: Place, quota: int | None) -> Appender:
+    return (RemoteAppender if isinstance(part, Remote) else Appender)(part, quota=quota)
+
+
+def check_free(folder: str | os.PathLike[str] | Remote, *, overwrite: bool = False, writer: int | None = None) -> None:
+    """Raise what a ``Writer`` of that number, or else ``save``, would raise because of what stands there.
+
+    Nothing is written. Without ``overwrite``, a writer joins a recording that has no part of its number yet.
 
     Raises:
         OptionError: A recording of that name exists, and ``overwrite`` is False.
         FormatError: Something else stands there.
     """
     place = folders.place_of(folder)
+    if isinstance(place, Remote):
+        if overwrite or writer is None or (remote_writer.is_taken(place) and remote_writer.parts_of(place, writer)):
+            remote_writer.refuse(place, overwrite)
+        return
     with _writing(place):
-        joins = not overwrite and folders.is_taken(place) and not folders.parts_of(place, writer)
-        if not joins or writer == 0:
+        if overwrite or writer is None or (folders.is_taken(place) and folders.parts_of(place, writer)):
             _refuse(place, overwrite)
 
 
@@ -293,7 +338,7 @@ def _replace(folder: Path, head: bytes, own: str, writer: int) -> None:
 
 
 @contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _writing(folder: Place) -> Iterator[None]:
     """An OSError as one clear FormatError that names the folder."""
     try:
         yield
