@@ -186,7 +186,7 @@ STORE_TARGETS = {
     "speed of a shard of": ("at least 0.8", 4),
     "time of 200 tensors of 2 KiB": ("at most 3", 2),
     "time of 2,048 random rows": ("at most 2", 1),
-    "speed of reading in order": ("at least 0.8", 2),
+    "speed of reading in order": ("at least 0.8", 6),
     "speed of shuffled batches": ("at least 0.7", 4),
     "hookline.record(to=...)": ("at most 1.25", 2),
 }

@@ -395,10 +395,10 @@ def test_a_value_that_cannot_be_stored_is_left_out(
 
     plan = planned._plan
 
-    def picky(event: Any) -> Any:
+    def picky(event: Any, *rest: Any) -> Any:
         if event.path == "fc":
             raise ArgumentError("fc:output, call 0 of step 0: too odd")
-        return plan(event)
+        return plan(event, *rest)
 
     monkeypatch.setattr(planned, "_plan", picky)
     ran = run(f"net = Net()\nfor _ in range(2):\n    net({X})", steps=2)

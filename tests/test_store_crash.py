@@ -208,7 +208,7 @@ def test_an_append_that_needs_too_long_a_line_is_cut(tmp_path: Path, monkeypatch
     events = store.open_recording(tmp_path / "run").events
     assert [one.order for one in events] == [*range(22)]
     assert [one.value[0].item() for one in events if one.path == "a"] == [*range(20), 21]
-    assert [str(one._place) for one in events[:21]] == [str(one._place) for one in written]
+    assert [str(one._where) for one in events[:21]] == [str(one._where) for one in written]
     assert verify(tmp_path / "run").problems == []
 
 

@@ -117,10 +117,9 @@ def _summarize_rows(rows: Tensor) -> list[Summary]:
     """
     x = as_float64(rows)
     ends = rows if rows.dtype is torch.float32 else x  # half the bytes, and the same ends
-    columns = (ends.amin(1).to(x.dtype), ends.amax(1).to(x.dtype), x.sum(1), (x * x).sum(1))
     zeros = _zeros(x, owned=x is not rows)
     size, found, far = x.shape[1], list[Summary](), list[int]()
-    for row, (low, high, total, squares) in enumerate(torch.stack(columns, 1).tolist()):
+    for row, (low, high, total, squares) in enumerate(_sums(x, ends)):
         if not _is_plain(low, high):
             found.append(_summarize_any(x[row], zeros[row]))
             continue
@@ -133,6 +132,19 @@ def _summarize_rows(rows: Tensor) -> list[Summary]:
         for row, (mean, std) in zip(far, moments, strict=True):
             found[row] = dataclasses.replace(found[row], mean=mean, std=std)
     return found
+
+
+def _sums(x: Tensor, ends: Tensor) -> list[list[float]]:
+    """Smallest and largest element, sum and sum of squares of each row; NaN for both ends where there is one.
+
+    Args:
+        x: (rows, elements), float64.
+        ends: The same elements, perhaps in another dtype.
+    """
+    if x.device.type == "cpu" and x.shape[1] > _SMALL:  # it is alone, and what is made for one row takes half the time
+        flat = x[0]
+        return [[part.item() for part in (*torch.aminmax(ends), flat.sum(), torch.dot(flat, flat))]]
+    return torch.stack((ends.amin(1).to(x.dtype), ends.amax(1).to(x.dtype), x.sum(1), (x * x).sum(1)), 1).tolist()
 
 
 def _around(x: Tensor, guesses: list[float]) -> list[tuple[float, float]]:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from hookline.errors import QuotaError
+from hookline.errors import ArgumentError, QuotaError
 from hookline.store import format as layout
 from hookline.store.background import Background
 from hookline.store.dump import dump_commit
@@ -18,24 +18,12 @@ from hookline.store.event_like import EventLike
 from hookline.store.folders import sync_folder
 from hookline.store.format import BATCH, MANIFEST, Line, ShardLine
 from hookline.store.manifests import writer_number
-from hookline.store.planned import (
-    Planned,
-    Refused,
-    data_of,
-    halves,
-    in_shards,
-    names_of,
-    or_refused,
-    part_of,
-    with_batches,
-)
+from hookline.store.planned import Draft, Refused, drafts, halves, refuse, with_batches
 from hookline.store.reader import StoredEvent, stored_events
 from hookline.store.remote import Place
 from hookline.store.shard import Shard, write_shard
 from hookline.store.tensors import Stored, write_all
 
-_LARGE = 8 << 20
-"""Bytes of a shard from which on it is written in a thread of its own, while statistics are computed."""
 _LINE_OVERHEAD = 100
 """Bytes of a manifest line apart from its events and shards, and more."""
 
@@ -138,8 +126,7 @@ class Appender:
             names, parts = len(staged._names), [*staged._parts]
             before = len(parts)
             try:
-                for batch in in_shards(with_batches(events, {*staged._batches}), refused):
-                    self._stage_batch(staged, batch, parts, refused)
+                self._stage_events(staged, with_batches(events, {*staged._batches}), parts, refused)
                 staged._parts = tuple(parts)
             except BaseException:
                 staged._parts = staged._parts[:before]
@@ -168,7 +155,7 @@ class Appender:
         for number, line in enumerate(lines):
             place = Line(manifest, first + number)
             for index, event in enumerate(event for part in line.parts for event in part.events):
-                event.stands_at(place._replace(event=index))
+                event.stands_at(place, index)
 
     def discard(self, staged: Staged) -> None:
         """Delete the shards of what was staged, unless it was committed last."""
@@ -187,47 +174,55 @@ class Appender:
         """Close the manifest."""
         self._manifest.close()
 
-    def _stage_batch(
-        self, staged: Staged, batch: list[Planned], parts: list[_Written], refused: Refused | None
+    def _next_name(self) -> str:
+        return layout.shard_name(self._shards)
+
+    def _stage_events(
+        self, staged: Staged, events: Iterable[EventLike], parts: list[_Written], refused: Refused | None
     ) -> None:
-        """Write a batch as one shard; as several where its line would be too long."""
-        rest = [batch]
-        while rest:
-            some = rest.pop()
-            name = layout.shard_name(self._shards)
-            data = sum(planned.nbytes + planned.name_size for planned in some)
-            self._check_quota(data)
-            names = names_of(some)
-            with self._shard(staged, name, data_of(some, names)) as written:
-                part = part_of(some, names, name)
-                size = part.line_size
-                if size + _LINE_OVERHEAD <= layout.MAX_LINE:
-                    self._check_quota(size + data)
-                entry, shard = written()
-            if size + _LINE_OVERHEAD > layout.MAX_LINE:
-                self._remove([name])
-                with or_refused(some[0].event, refused):
-                    rest += reversed(halves(some, size))
+        """Write events as shards; where the line of one would be too long, each half of its events again."""
+        for draft in drafts(events, refused, self._next_name):
+            size = self._stage_draft(staged, draft, parts)
+            if size + _LINE_OVERHEAD <= layout.MAX_LINE:
                 continue
-            place = self._folder / MANIFEST
-            shards = {} if shard is None else {name: shard}
-            places = [place] * len(part.lines)
-            events = stored_events(part.lines, shards, places, staged._batches, self._number)
-            parts.append(_Written(part.texts, size, events, entry))
-            self._used += parts[-1].nbytes
+            try:
+                again = halves(draft, size)
+            except ArgumentError as error:
+                refuse(draft.events[0], error, refused)
+                continue
+            for some in again:
+                self._stage_events(staged, some, parts, refused)
+
+    def _stage_draft(self, staged: Staged, draft: Draft, parts: list[_Written]) -> int:
+        """Write a shard, unless its line would be too long; the size of that."""
+        data = draft.nbytes + draft.name_size
+        self._check_quota(data)
+        with self._shard(staged, draft) as written:
+            part = draft.part()
+            size = part.line_size
+            if size + _LINE_OVERHEAD <= layout.MAX_LINE:
+                self._check_quota(size + data)
+            entry, shard = written()
+        if size + _LINE_OVERHEAD > layout.MAX_LINE:
+            self._remove([draft.shard])
+            return size
+        place = self._folder / MANIFEST
+        shards, places = {} if shard is None else {draft.shard: shard}, [place] * len(part.lines)
+        events = stored_events(part.lines, shards, places, staged._batches, self._number)
+        parts.append(_Written(part.texts, size, events, entry))
+        self._used += parts[-1].nbytes
+        return size
 
     @contextlib.contextmanager
-    def _shard(
-        self, staged: Staged, name: str, tensors: list[tuple[str, Stored]]
-    ) -> Iterator[Callable[[], tuple[ShardLine | None, Shard | None]]]:
+    def _shard(self, staged: Staged, draft: Draft) -> Iterator[Callable[[], tuple[ShardLine | None, Shard | None]]]:
         """Write a shard, a large one meanwhile; gives what waits for it and returns it, None without tensors."""
-        if not tensors:
+        if not draft.data:
             yield lambda: (None, None)
             return
         self._shards += 1
-        staged._names.append(name)
-        write = functools.partial(self._write_shard, name, tensors)
-        if sum(kept.nbytes for _, kept in tensors) < _LARGE:
+        staged._names.append(draft.shard)
+        write = functools.partial(self._write_shard, draft.shard, draft.data)
+        if not draft.is_large:
             yield write
             return
         beside = Background(write)

@@ -54,13 +54,13 @@ def build(
     Raises:
         FormatError: The header would be longer than the safetensors library reads.
     """
-    entries = {"__metadata__": json.dumps({"format": "pt", **(metadata or {})}, separators=(",", ":"))}
+    entries = [f'"__metadata__":{json.dumps({"format": "pt", **(metadata or {})}, separators=(",", ":"))}']
     end = 0
     for name, code, shape in tensors:
         begin, end = end, end + math.prod(shape) * CODE_SIZE[code]
         sizes = ",".join(map(str, shape))
-        entries[name] = f'{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}'
-    text = f"{{{','.join([f'{_text(name)}:{entry}' for name, entry in entries.items()])}}}".encode()
+        entries.append(f'{_text(name)}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}')
+    text = f"{{{','.join(entries)}}}".encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     if len(text) > MAX_HEADER:
         found = f"its header would have {len(text)} bytes, a safetensors file may have {MAX_HEADER}"

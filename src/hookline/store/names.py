@@ -26,7 +26,7 @@ def prefix_of(event: _Placed) -> str:
 
 def unique(name: str, names: set[str]) -> str:
     """A name that is not taken; it is added to those taken. What UTF-8 cannot hold is written as an escape."""
-    name = found = name.encode("utf-8", "backslashreplace").decode()
+    name = found = name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
     number = 1
     while found in names:
         number += 1

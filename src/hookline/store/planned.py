@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,23 +19,16 @@ from hookline.store.strict_json import LARGEST
 from hookline.store.structure import encode
 from hookline.store.tensors import Stored, stored
 
-__all__ = [
-    "Part",
-    "Planned",
-    "Refused",
-    "data_of",
-    "halves",
-    "in_shards",
-    "names_of",
-    "or_refused",
-    "part_of",
-    "with_batches",
-]
+__all__ = ["Draft", "Part", "Refused", "drafts", "halves", "refuse", "with_batches"]
 
 SHARD_BYTES = 256 << 20
 """Bytes of tensor data after which a flush begins another shard."""
 SHARD_NAMES = 32 << 20
 """Characters of tensor names after which it does; the safetensors library reads headers up to 100 MB."""
+_LARGE, _LARGE_EACH = 8 << 20, 64 << 10
+"""Bytes of a shard, and of each tensor in it on average, that make it large."""
+_TOGETHER = 1024
+"""Events whose lines are written together."""
 _NAME_OVERHEAD = 100
 _SHARD_OVERHEAD = 200
 """Bytes of a shard in a manifest line, and more."""
@@ -46,7 +38,7 @@ Refused = Callable[[EventLike, ArgumentError], None]
 """Gets an event that cannot be stored, which is left out."""
 
 
-class Planned(NamedTuple):
+class _Planned(NamedTuple):
     """An event that is ready to be written.
 
     Attributes:
@@ -54,22 +46,80 @@ class Planned(NamedTuple):
         structure: How its value is nested.
         leaves: Value path and tensor of each tensor, as they are.
         tensors: Their stored forms.
-        prefix: How their names begin.
-        nbytes: Bytes of their data.
-        name_size: Bytes of their entries in the header of the shard, about.
+        names: Their names in the shard.
     """
 
     event: EventLike
     structure: Any
     leaves: Sequence[tuple[str, Tensor]]
     tensors: list[Stored]
-    prefix: str
-    nbytes: int
-    name_size: int
+    names: list[str]
 
-    def named(self, taken: set[str]) -> list[str]:
-        """Name in the shard of each tensor; they are added to those taken."""
-        return [unique(self.prefix + path, taken) for path, _ in self.leaves]
+
+class Draft:
+    """Events that will share a shard, if any of them needs one.
+
+    Attributes:
+        events: The events.
+        data: Name and stored form of each tensor that the shard will hold.
+        nbytes: Bytes of these.
+        name_size: Bytes of their names and of what goes with them, about.
+
+    Args:
+        shard: Name of the shard.
+    """
+
+    def __init__(self, shard: str) -> None:
+        self.shard = shard
+        self.events: list[EventLike] = []
+        self.data: list[tuple[str, Stored]] = []
+        self.nbytes = self.name_size = 0
+        self._taken: set[str] = set()
+        self._waiting: list[_Planned] = []  # whose lines are not written yet
+        self._texts: list[str] = []
+        self._lines: list[EventLine] = []
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is worth a thread to write the shard while statistics are computed.
+
+        With smaller tensors, both would wait for the interpreter's lock most of the time.
+        """
+        return self.nbytes >= max(_LARGE, _LARGE_EACH * len(self.data))
+
+    def add(self, event: EventLike) -> bool:
+        """Take one more event; False when it should begin another shard.
+
+        Raises:
+            ArgumentError: It holds something that cannot be stored; the draft is as before.
+        """
+        planned = _plan(event, self._taken)
+        nbytes, name_size = self.nbytes, self.name_size
+        for name, kept in zip(planned.names, planned.tensors, strict=True):
+            name_size += len(name) + _NAME_OVERHEAD
+            nbytes += kept.nbytes
+        if self.events and (nbytes > SHARD_BYTES or name_size > SHARD_NAMES):
+            return False
+        self.nbytes, self.name_size = nbytes, name_size
+        self.events.append(event)
+        self._waiting.append(planned)
+        together = zip(planned.names, planned.tensors, strict=True)
+        self.data += [(name, kept) for name, kept in together if kept.data is not None]
+        if len(self._waiting) >= _TOGETHER and not self.is_large:
+            self._write_lines()  # while they are in the cache
+        return True
+
+    def part(self) -> Part:
+        """What a manifest line says of the events; statistics are computed where they are not known."""
+        self._write_lines()
+        return Part(self._texts, self._lines)
+
+    def _write_lines(self) -> None:
+        for planned, summaries in zip(self._waiting, _summaries(self._waiting), strict=True):
+            line = _line(planned, self.shard, summaries)
+            self._lines.append(line)
+            self._texts.append(dump_event(line))
+        self._waiting.clear()
 
 
 class Part(NamedTuple):
@@ -93,87 +143,73 @@ def with_batches(events: Iterable[EventLike], known: set[int]) -> Iterator[Event
         yield event
 
 
-@contextlib.contextmanager
-def or_refused(event: EventLike, refused: Refused | None) -> Iterator[None]:
-    """Hand on an event that cannot be stored; never what the rows of others are, which would then name nothing."""
-    try:
-        yield
-    except ArgumentError as error:
-        if refused is None or event.port == BATCH:
-            raise
-        refused(event, error)
+def refuse(event: EventLike, error: ArgumentError, refused: Refused | None) -> None:
+    """Hand on an event that cannot be stored; never what the rows of others are, which would then name nothing.
+
+    Raises:
+        ArgumentError: The given one, where nobody takes it.
+    """
+    if refused is None or event.port == BATCH:
+        raise error
+    refused(event, error)
 
 
-def in_shards(events: Iterable[EventLike], refused: Refused | None) -> Iterator[list[Planned]]:
-    """Events in groups that fill a shard each."""
-    batch: list[Planned] = []
-    nbytes = names = 0
+def drafts(events: Iterable[EventLike], refused: Refused | None, name: Callable[[], str]) -> Iterator[Draft]:
+    """Events in groups that fill a shard each.
+
+    Args:
+        events: The events.
+        refused: Gets those that cannot be stored.
+        name: Gives the name of the next shard; asked when the draft before was written.
+
+    Raises:
+        ArgumentError: An event cannot be stored, and ``refused`` is None.
+    """
+    draft = Draft(name())
     for event in events:
-        planned = None
-        with or_refused(event, refused):
-            planned = _plan(event)
-        if planned is None:
-            continue
-        nbytes, names = nbytes + planned.nbytes, names + planned.name_size
-        if batch and (nbytes > SHARD_BYTES or names > SHARD_NAMES):
-            yield batch
-            batch, nbytes, names = [], planned.nbytes, planned.name_size
-        batch.append(planned)
-    if batch:
-        yield batch
+        try:
+            if not draft.add(event):
+                yield draft
+                draft = Draft(name())
+                draft.add(event)
+        except ArgumentError as error:
+            refuse(event, error, refused)
+    if draft.events:
+        yield draft
 
 
-def _plan(event: EventLike) -> Planned:
+def _plan(event: EventLike, taken: set[str]) -> _Planned:
     tensors: list[Tensor] = []
-    site = f"{event.path or '(root)'}:{event.port}"
     try:
         _check_place(event)
         structure = encode(event.value, tensors)
         kept = [stored(tensor) for tensor in tensors]
     except ArgumentError as error:
-        raise ArgumentError(f"{site}, call {event.call} of step {event.step}: {error}") from error
+        raise ArgumentError(f"{_site(event)}, call {event.call} of step {event.step}: {error}") from error
     leaves = event.leaves()
     if len(leaves) != len(kept):
-        found = f"{site}: its value has {len(kept)} tensors, its leaves() are {len(leaves)}"
+        found = f"{_site(event)}: its value has {len(kept)} tensors, its leaves() are {len(leaves)}"
         raise ArgumentError(f"{found}. Make {type(event).__name__}.leaves() give the tensors of its value.")
-    prefix, nbytes = prefix_of(event), sum(one.nbytes for one in kept)
-    name_size = sum(len(path) for path, _ in leaves) + (len(prefix) + _NAME_OVERHEAD) * len(leaves)
-    return Planned(event, structure, leaves, kept, prefix, nbytes, name_size)
+    prefix = prefix_of(event)
+    return _Planned(event, structure, leaves, kept, [unique(prefix + path, taken) for path, _ in leaves])
+
+
+def _site(event: EventLike) -> str:
+    return f"{event.path or '(root)'}:{event.port}"
 
 
 def _check_place(event: EventLike) -> None:
     if event.port not in (*PORTS, BATCH):
         raise ArgumentError(f"{event.port!r} is no port. Give one of {', '.join(PORTS)}.")
-    for name in ("order", "step", "call", "backward"):
-        number = getattr(event, name)
+    numbers = event.order, event.step, event.call, event.backward
+    if {*map(type, numbers)} == {int} and min(numbers) >= 0 and max(numbers) <= LARGEST:
+        return
+    for name, number in zip(("order", "step", "call", "backward"), numbers, strict=True):
         if type(number) is not int or not 0 <= number <= LARGEST:
             raise ArgumentError(f"{name} is {number!r}. Give an int from 0 to 2**63 - 1.")
 
 
-def names_of(batch: list[Planned]) -> list[list[str]]:
-    """Name in their shard of each tensor of each event."""
-    taken: set[str] = set()
-    return [planned.named(taken) for planned in batch]
-
-
-def data_of(batch: list[Planned], names: list[list[str]]) -> list[tuple[str, Stored]]:
-    """What their shard is to hold."""
-    return [
-        (name, kept)
-        for planned, some in zip(batch, names, strict=True)
-        for name, kept in zip(some, planned.tensors, strict=True)
-        if kept.data is not None
-    ]
-
-
-def part_of(batch: list[Planned], names: list[list[str]], shard: str) -> Part:
-    """The lines of events that share a shard of that name, if they need one."""
-    together = zip(batch, names, _summaries(batch), strict=True)
-    lines = [_line(planned, shard, some, summaries) for planned, some, summaries in together]
-    return Part([*map(dump_event, lines)], lines)
-
-
-def _summaries(batch: list[Planned]) -> list[Mapping[str, Summary]]:
+def _summaries(batch: list[_Planned]) -> list[Mapping[str, Summary]]:
     """Statistics of each event by value path; those that nobody has asked for yet are computed together."""
     known = [planned.event.known_summaries() for planned in batch]
     missing = [planned.leaves for planned, some in zip(batch, known, strict=True) if some is None]
@@ -184,19 +220,23 @@ def _summaries(batch: list[Planned]) -> list[Mapping[str, Summary]]:
     ]
 
 
-def halves(batch: list[Planned], size: int) -> list[list[Planned]]:
-    """Two groups of events, of a group that needs too long a line."""
-    middle = len(batch) // 2
+def halves(draft: Draft, size: int) -> list[list[EventLike]]:
+    """The events in two groups, where their line would have so many bytes.
+
+    Raises:
+        ArgumentError: There is one event alone.
+    """
+    middle = len(draft.events) // 2
     if middle:
-        return [batch[:middle], batch[middle:]]
-    (planned,) = batch
-    found = f"{planned.prefix}: its {len(planned.tensors)} tensors need a manifest line of {size} bytes"
+        return [draft.events[:middle], draft.events[middle:]]
+    (event,) = draft.events
+    found = f"{prefix_of(event)}: its {len(event.leaves())} tensors need a manifest line of {size} bytes"
     raise ArgumentError(f"{found}, at most {layout.MAX_LINE} are possible. Record inner modules instead.")
 
 
-def _line(planned: Planned, shard: str, names: list[str], summaries: Mapping[str, Summary]) -> EventLine:
+def _line(planned: _Planned, shard: str, summaries: Mapping[str, Summary]) -> EventLine:
     event, rows = planned.event, planned.event.rows()
-    together = zip(names, planned.leaves, planned.tensors, strict=True)
+    together = zip(planned.names, planned.leaves, planned.tensors, strict=True)
     entries = tuple(
         [_entry(name, path, kept, summaries.get(path), rows.get(path)) for name, (path, _), kept in together]
     )

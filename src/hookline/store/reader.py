@@ -31,7 +31,7 @@ from hookline.store.remote import Place, Remote
 from hookline.store.remote_shard import Shards
 from hookline.store.shard import Shard, meta_tensor, torch_dtype
 from hookline.store.strict_json import fault
-from hookline.store.structure import decode
+from hookline.store.structure import ONE_TENSOR, decode
 
 __all__ = [
     "StoredEvent",
@@ -47,8 +47,6 @@ __all__ = [
     "stored_events",
     "writers",
 ]
-
-_ONE_TENSOR = {"t": 0}
 
 
 class StoredEvent:
@@ -66,8 +64,8 @@ class StoredEvent:
     """
 
     __slots__ = (
-        *("_place", "_shard", "_structure", "_tensors", "backward", "batch", "call", "order", "path", "port", "step"),
-        "writer",
+        *("_index", "_place", "_shard", "_structure", "_tensors"),
+        *("backward", "batch", "call", "order", "path", "port", "step", "writer"),
     )
 
     def __init__(
@@ -81,11 +79,16 @@ class StoredEvent:
         self.batch, self.writer = batch, writer
         self.order, self.step, self.path, self.port = line.order, line.step, line.path, line.port
         self.call, self.backward = line.call, line.backward
-        self._structure, self._tensors, self._shard, self._place = line.structure, line.tensors, shard, place
+        self._structure, self._tensors, self._shard = line.structure, line.tensors, shard
+        self._place, self._index = place, -1
 
-    def stands_at(self, place: object) -> None:
-        """Say where its line stands, once it is written."""
-        self._place = place
+    def stands_at(self, line: layout.Line, index: int) -> None:
+        """Say in which line it stands, and as which event of it, once that is written."""
+        self._place, self._index = line, index
+
+    @property
+    def _where(self) -> object:
+        return self._place if self._index < 0 else f"{self._place}, event {self._index}"
 
     @property
     def value(self) -> Any:
@@ -95,11 +98,11 @@ class StoredEvent:
             FormatError: The shard is truncated, damaged or hostile.
         """
         tensors = [self._tensor(line) for line in self._tensors]
-        return tensors[0] if self._structure == _ONE_TENSOR else decode(self._structure, tensors, self._place)
+        return tensors[0] if self._structure == ONE_TENSOR else decode(self._structure, tensors, self._where)
 
     def outline(self) -> Any:
         """The value with tensors that have dtype and shape alone, from the manifest."""
-        return decode(self._structure, [meta_tensor(line, self._place) for line in self._tensors], self._place)
+        return decode(self._structure, [meta_tensor(line, self._where) for line in self._tensors], self._where)
 
     def leaves(self) -> list[tuple[str, Tensor]]:
         """Value path and tensor of each tensor of the value, in order."""
@@ -119,7 +122,8 @@ class StoredEvent:
 
     def layouts(self) -> list[tuple[str, torch.dtype, torch.Size]]:
         """Value path, dtype and shape of each tensor of the value, from the manifest."""
-        return [(line.path, torch_dtype(line.dtype, self._place), torch.Size(line.shape)) for line in self._tensors]
+        place = self._where
+        return [(line.path, torch_dtype(line.dtype, place), torch.Size(line.shape)) for line in self._tensors]
 
     def summaries(self) -> dict[str, Summary]:
         """Statistics by value path, from the manifest; the tensors are not touched."""
@@ -144,7 +148,7 @@ class StoredEvent:
 
     def _tensor(self, line: TensorLine) -> Tensor:
         if self._shard is None or not line.data:
-            return meta_tensor(line, self._place)
+            return meta_tensor(line, self._where)
         return self._shard.tensor(line)
 
     def __repr__(self) -> str:

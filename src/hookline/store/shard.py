@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterable
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +25,8 @@ from hookline.store.strict_json import DAMAGED, fault
 from hookline.store.tensors import Sink, Stage, Stored, write_all
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STORAGE if hasattr(torch, name)}
+_WORTH_IT = 256 << 10
+"""Bytes of a write from which on the disk is told to begin at once."""
 _RESOLVE = "Copy the recording with its links resolved: cp -rL."
 _COPY_WHOLE = "Copy the whole folder again, with all its files."
 
@@ -41,6 +45,22 @@ class _Summed:
         return count
 
 
+class _Eager:
+    """A file that the system begins to bring to the disk while more is written, instead of when it is synced."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file, self._end = file, 0
+
+    def write(self, data: memoryview, /) -> int:
+        count = self._file.write(data)
+        if count >= _WORTH_IT and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):  # some file systems do not know it
+                # on Linux, what is dirty in the range is written in the background, and stays in memory meanwhile
+                os.posix_fadvise(self._file.fileno(), self._end, count, os.POSIX_FADV_DONTNEED)
+        self._end += count
+        return count
+
+
 def write_shard(path: Path, tensors: Iterable[tuple[str, Stored]]) -> ShardLine:
     """Write named tensors as a safetensors file and wait until the disk has it; its name, the folder has to be synced.
 
@@ -55,7 +75,7 @@ def write_shard(path: Path, tensors: Iterable[tuple[str, Stored]]) -> ShardLine:
     """
     draft = path.with_name(draft_name(path.name))
     with open(draft, "wb", buffering=0) as file:
-        entry = write_into(file, tensors, path)
+        entry = write_into(_Eager(file), tensors, path)
         os.fsync(file.fileno())
     os.replace(draft, path)
     return entry

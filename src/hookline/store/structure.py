@@ -24,6 +24,8 @@ from hookline.errors import ArgumentError
 from hookline.store.strict_json import decode_scalar, encode_scalar, fault, get, show
 from hookline.values import Arguments, Fields, Opaque
 
+ONE_TENSOR: dict[str, Any] = {"t": 0}
+"""The tree of a value that is a tensor, as most are."""
 DEEPEST = 128
 """Levels of nesting that are written and read; `hookline.values` keeps 101."""
 
@@ -38,7 +40,7 @@ def encode(value: Any, tensors: list[Tensor], depth: int = 0) -> dict[str, Any]:
     """
     if isinstance(value, Tensor):
         tensors.append(value)
-        return {"t": len(tensors) - 1}
+        return {"t": len(tensors) - 1} if depth or len(tensors) > 1 else ONE_TENSOR
     if depth > DEEPEST:
         raise ArgumentError(f"a value is nested deeper than {DEEPEST} levels. Record a part of it, or an inner module.")
     if isinstance(value, Opaque):

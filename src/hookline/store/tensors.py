@@ -14,8 +14,9 @@ from hookline.store.dtypes import STORAGE, Storage
 
 DENSE_LIMIT = 1 << 30
 """Bytes up to which a sparse tensor is stored dense; beyond, its dense form might not fit in memory."""
-_STAGE = 8 << 20
-"""Bytes that are gathered before they are written: large enough for the disk, small enough for the cache."""
+_STAGE, _PINNED = 1 << 20, 8 << 20
+"""Bytes that are gathered before they are written: large enough for the disk, small enough for the cache; and those
+that a CUDA device copies at once."""
 _SMALL = 64 << 10
 """Bytes up to which tensors are gathered by one `torch.cat` for many of them: a copy of each has its own overhead."""
 _WHOLE = {"U8": torch.uint8, "U16": torch.int16}
@@ -53,7 +54,7 @@ def stored(tensor: Tensor) -> Stored:
     Raises:
         ArgumentError: Its dtype has no form in a recording.
     """
-    tensor = tensor.detach()
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     if type(tensor) is Tensor:
         return _plain(tensor) if tensor.layout is torch.strided and not tensor.is_nested else _densified(tensor)
     return _from_subclass(tensor)
@@ -150,7 +151,7 @@ class Stage:
 
     def __init__(self, file: Sink, size: int, *, pinned: bool = False) -> None:
         self._file = file
-        self._size = min(size, _STAGE)
+        self._size = min(size, _PINNED if pinned else _STAGE)
         self._bytes = torch.empty(self._size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._used = 0
         self._small: list[Tensor] = []  # of one dtype, at the end of what is used, and not copied yet
