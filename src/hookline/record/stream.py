@@ -18,7 +18,7 @@ from hookline.record.left_out import LeftOut
 from hookline.record.log import Log
 from hookline.report.text import plural
 from hookline.store import Staged, Tail, Writer
-from hookline.store.background import wait_out
+from hookline.store.background import use_one_core, wait_out
 
 __all__ = ["BUDGET", "Pressure", "Stream"]
 
@@ -288,6 +288,7 @@ class Stream:
             self._thread.start()
 
     def _work(self) -> None:
+        use_one_core()
         while True:
             with self._changed:
                 while not self._is_due() and self._error is None:

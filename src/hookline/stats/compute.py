@@ -78,7 +78,7 @@ def summarize_all(tensors: Sequence[Tensor]) -> list[Summary]:
         if type(tensor) is Tensor and _is_small(tensor):
             alike.setdefault((tensor.dtype, tensor.shape), []).append(number)
     for (_, shape), numbers in alike.items():
-        count = _TOGETHER // shape.numel()
+        count = max(1, _TOGETHER // shape.numel())
         for start in range(0, len(numbers), count):
             some = numbers[start : start + count]
             with contextlib.suppress(RuntimeError, NotImplementedError), torch.no_grad():  # each says why below
@@ -141,7 +141,7 @@ def _sums(x: Tensor, ends: Tensor) -> list[list[float]]:
         x: (rows, elements), float64.
         ends: The same elements, perhaps in another dtype.
     """
-    if x.device.type == "cpu" and x.shape[1] > _SMALL:  # it is alone, and what is made for one row takes half the time
+    if x.is_cpu and x.shape[1] > _SMALL:  # it is alone, and what is made for one row takes half the time
         flat = x[0]
         return [[part.item() for part in (*torch.aminmax(ends), flat.sum(), torch.dot(flat, flat))]]
     return torch.stack((ends.amin(1).to(x.dtype), ends.amax(1).to(x.dtype), x.sum(1), (x * x).sum(1)), 1).tolist()
@@ -194,7 +194,7 @@ def _zeros(x: Tensor, *, owned: bool) -> list[int]:
         x: (rows, elements), float64.
         owned: Whether its memory is ours: a pointer to that of others would make a copy-on-write snapshot real.
     """
-    if owned and x.shape[0] == 1 and x.device.type == "cpu":
+    if owned and x.shape[0] == 1 and x.is_cpu:
         return [int(np.count_nonzero(x.numpy() == 0))]  # three times as fast
     return [int(count) for count in torch.eq(x, 0, out=torch.empty_like(x)).sum(1).tolist()]
 

@@ -52,10 +52,14 @@ def _split(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
     if tensor.numel() <= size:
         yield tensor, 1
         return
+    count = -(-tensor.numel() // size)
     # Cut across the largest stride: each part is then one run of memory, whatever the order of the dimensions.
-    outer = max(range(tensor.dim()), key=lambda dim: (tensor.shape[dim] > 1, tensor.stride(dim)))
-    rows = max(1, tensor.shape[outer] * size // tensor.numel())
-    for part in torch.split(tensor, rows, dim=outer):
+    outer, *_ = order = sorted(range(tensor.dim()), key=lambda dim: (tensor.shape[dim] > 1, tensor.stride(dim)))[::-1]
+    whole = tensor.permute(order)
+    if whole.is_contiguous():
+        yield from ((part, 1) for part in torch.split(whole.view(-1), size))
+        return
+    for part in torch.split(tensor, max(1, tensor.shape[outer] // count), dim=outer):
         yield from _split(part)
 
 

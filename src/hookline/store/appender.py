@@ -225,7 +225,7 @@ class Appender:
         if not draft.is_large:
             yield write
             return
-        beside = Background(write)
+        beside = Background(write, one_core=True)
         try:
             yield beside.result
         finally:

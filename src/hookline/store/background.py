@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = ["Background", "wait_out"]
+import torch
+from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
+
+__all__ = ["Background", "use_one_core", "wait_out"]
 
 _T = TypeVar("_T")
+
+
+@functools.cache
+def _controller() -> ThreadpoolController:
+    return ThreadpoolController()  # which looks through the libraries of the process
+
+
+def use_one_core() -> None:
+    """Compute on this thread alone from now on, and leave the cores to others; their threads stay as they are.
+
+    A second pool of threads for what this thread computes would make those of a model that is running wait.
+    """
+    torch.get_num_threads()  # or PyTorch would set the number anew at its first computation in this thread
+    _controller().limit(limits=1, user_api="openmp")  # of OpenMP, whose numbers belong to a thread
 
 
 class Background(Generic[_T]):
@@ -16,10 +34,14 @@ class Background(Generic[_T]):
 
     Modes belong to a thread: none that the caller is in reaches the function, and it runs with gradients and autocast
     as in a fresh process.
+
+    Args:
+        function: What to run.
+        one_core: Whether it computes on its own thread alone; see ``use_one_core``.
     """
 
-    def __init__(self, function: Callable[[], _T]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[[], _T], *, one_core: bool = False) -> None:
+        self._function, self._one_core = function, one_core
         self._results: list[_T] = []
         self._errors: list[BaseException] = []
         self._thread: threading.Thread | None = threading.Thread(target=self._work, name="hookline", daemon=True)
@@ -31,6 +53,8 @@ class Background(Generic[_T]):
 
     def _work(self) -> None:
         try:
+            if self._one_core and self._thread is not None:
+                use_one_core()
             self._results.append(self._function())
         except BaseException as error:
             self._errors.append(error)
