@@ -22,12 +22,13 @@ from torch.utils.data import DataLoader
 import hookline
 from hookline import store
 from hookline.errors import FormatError, HooklineError, OptionError, QuotaError
+from hookline.launch.options import Options
 from hookline.record.event import Event
 from hookline.store import format as layout
 from hookline.store import remote, remote_shard, remote_writer, strict_json
 from hookline.store.remote import Remote
 
-pytest.importorskip("s3fs")
+s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs signals")
 
@@ -47,6 +48,9 @@ def server() -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+        # tests of other modules may come in between, and then another server
+        remote._file_systems.clear()
+        s3fs.S3FileSystem.clear_instance_cache()
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
@@ -408,3 +412,10 @@ def test_the_names_of_manifests() -> None:
     found = layout.LATER_MANIFEST.fullmatch(layout.manifest_name(12))
     assert found is not None
     assert int(found[1]) == 12
+
+
+def test_a_script_records_on_a_disk_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match=r"^s3://runs/x: hookline run works on a disk only"):
+        Options(output="s3://runs/x")
+    assert not list(tmp_path.iterdir())

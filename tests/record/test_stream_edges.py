@@ -342,6 +342,13 @@ def test_a_recording_without_values_is_shown_with_its_unfinished_line(
     assert text.startswith("Nothing was recorded") and "\nunfinished last line, not read: w00000-" in text
 
 
+@pytest.mark.parametrize("text", ["", "one", "-1", "1.5", "\u0661"])
+def test_a_rank_that_is_no_number(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", text)
+    with pytest.raises(OptionError, match=r"^the environment has RANK=.*; wanted a whole number from 0 on\."):
+        hookline.record(nn.Linear(2, 2), to=tmp_path / "run")
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_any_process_may_be_the_first(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(2, 2)

@@ -11,6 +11,7 @@ from pathlib import Path
 from hookline.errors import OptionError, SiteError
 from hookline.record.policy import parse_bytes
 from hookline.sites import check_ports, match_paths
+from hookline.store.remote import refuse_remote
 
 __all__ = ["Options"]
 
@@ -46,6 +47,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_ports(self.ports)
+        refuse_remote(self.output, "hookline run")
         parse_bytes(self.budget)
         if self.steps is not None and self.steps < 1:
             raise OptionError(f"steps is a number from 1 on, or None for all; got {self.steps}.")

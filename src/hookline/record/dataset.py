@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hookline.errors import OptionError
+from hookline.record import ranks
 from hookline.record.rows import Rows
 
 __all__ = ["Batches"]
@@ -178,7 +178,7 @@ def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise OptionError("rank and world_size go together; give both, or neither to take them from torchrun.")
     if rank is None or world_size is None:
-        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        rank, world_size = ranks.rank(), ranks.world_size()
     if not 0 <= rank < world_size:
         raise OptionError(f"rank has to be from 0 to world_size - 1, got rank={rank}, world_size={world_size}.")
     return rank, world_size

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hookline.errors import ArgumentError
+from hookline.errors import ArgumentError, OptionError
 from hookline.hooks import add_note
 from hookline.record.devices import marks, on_device
 from hookline.record.left_out import LeftOut
@@ -201,7 +201,10 @@ class Stream:
 
         Raises:
             HooklineError: What has ended the recording, with ``on_error="raise"``.
+            OptionError: This is a forked child; its parent has the recording.
         """
+        if os.getpid() != self._pid:
+            raise OptionError("flush() in a forked child: only the process that has opened the recording writes to it.")
         with self._changed:
             end, self._wanted = self._puts, bool(self._steps)
             self._all_over()

@@ -15,6 +15,7 @@ from torch import nn
 from hookline import store
 from hookline.errors import ArgumentError, OptionError
 from hookline.hooks import original_class
+from hookline.record import ranks
 from hookline.record.policy import Policy, parse_bytes
 from hookline.record.stream import BUDGET, Stream
 from hookline.store import StoredParts, Writer
@@ -70,7 +71,7 @@ class Target:
     def __init__(self, folder: str | os.PathLike[str], quota: int | None, on_error: str, resume: bool) -> None:
         self._folder = store.place_of(folder)
         self._quota, self._on_error, self._resume = quota, on_error, resume
-        self.number = int(os.environ.get("RANK", "0"))
+        self.number = ranks.rank()
         self.first_step = self.first_order = 0
         self.ids: frozenset[int | str] = frozenset()
         if not resume:
@@ -148,7 +149,7 @@ def _about(model: nn.Module, policy: Policy) -> dict[str, Any]:
         "weights": weights,
         "kept": {"dtype": policy.dtype and str(policy.dtype).removeprefix("torch."), "reduced": bool(policy.reduce)},
         "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}),
-        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+        "ranks": ranks.world_size(),
         "environment": {
             "python": platform.python_version(),
             "system": platform.platform(),
