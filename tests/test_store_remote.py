@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs signals")
 BUCKET = "s3://runs"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
