@@ -124,7 +124,8 @@ class Sink:
         try:
             if self._writer is not None:
                 self._writer.append(events, self._left_out)
-                written, _ = self._left_out.without(events)
+                refused = self._left_out.forget()
+                written = [event for event in events if id(event) not in refused]
                 self.events += len(written)
                 self.steps.update(event.step for event in written)
         finally:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import warnings
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from hookline.errors import ArgumentError
@@ -14,11 +17,12 @@ class LeftOut:
     """Takes what the store refuses, and tells the first value of each site.
 
     Args:
-        tell: Gets what is to be told.
+        tell: Gets what is to be told; ``warn`` tells it by default.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
+        self._untold = deque[str]()
+        self._tell = self._untold.append if tell is None else tell
         self._sites: set[tuple[str, str]] = set()
         self._now: list[Any] = []
 
@@ -29,8 +33,13 @@ class LeftOut:
             self._sites.add((event.path, event.port))
             self._tell(f"a value is left out: {error}")
 
-    def without(self, events: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Events that were given to the store: those that it took, and those refused since the last time."""
+    def warn(self) -> None:
+        """Tell what was left out meanwhile, on the thread that calls: a filter may make errors of warnings."""
+        while self._untold:
+            with contextlib.suppress(IndexError):  # another thread tells it
+                warnings.warn(self._untold.popleft(), RuntimeWarning, stacklevel=3)
+
+    def forget(self) -> dict[int, Any]:
+        """The events that were refused since the last time, by their id."""
         refused, self._now = self._now, []
-        ids = {id(event) for event in refused}
-        return [event for event in events if id(event) not in ids], refused
+        return {id(event): event for event in refused}

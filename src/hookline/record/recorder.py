@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,13 +22,15 @@ from hookline.record.budget import Budget
 from hookline.record.coverage import Coverage
 from hookline.record.event import Event
 from hookline.record.evidence import Evidence, coverage_of, leave_out
+from hookline.record.groups import Groups
+from hookline.record.held import Pressure
 from hookline.record.observer import ModuleObserver
 from hookline.record.places import modules_at, sites_of
 from hookline.record.policy import Policy, policy
 from hookline.record.recording import Recording
 from hookline.record.segment import Mark
 from hookline.record.steps import StepEnd, StepObserver, Steps
-from hookline.record.stream import Pressure, Stream
+from hookline.record.stream import Stream
 from hookline.record.target import Target, target_of
 from hookline.sites import Pattern, Site, label
 from hookline.values import Scaled, Structure, keep
@@ -144,6 +146,7 @@ class Recorder:
         self._stream: Stream | None = None
         self._with_gradients = any(site.port.startswith("grad") for site in sites)
         self._batches = CurrentBatch()
+        self._groups = Groups(lambda *steps: None)
         self._strict = strict
         streams = target is not None and policy.keep == "all"
         last_only = policy.keep == "last"
@@ -165,6 +168,7 @@ class Recorder:
         if self._target is not None:
             refused = functools.partial(leave_out, self.evidence)
             self._stream = self._target.open(self.model, self.recording, self.policy, refused)
+            self._groups = Groups(self._stream.step_over)
             self.noticed_from = self._target.first_step
             self.steps.start_at(self.noticed_from)
             self._orders = itertools.count(self._target.first_order)
@@ -242,20 +246,19 @@ class Recorder:
         own, before = self.steps.own, self.steps.begin()
         if before >= 0:
             self.on_step(before)
-        if self._stream is not None and own is not None and own is not self.steps.current:
-            self._stream.step_over(own.number)
+        if own is not None and own is not self.steps.current:
+            self._groups.step_over(own.number)
+        self._groups.begin(self.batch, self.steps.current.number)
         return True
 
     def _end_step(self) -> None:
         """It has ended, and with it the step where no gradients are wanted."""
-        if self._stream is not None and not self._with_gradients and not self.steps.by_hand:
-            self._stream.step_over(self.steps.current.number)
+        if not self._with_gradients and not self.steps.by_hand:
+            self._groups.step_over(self.steps.current.number)
 
     def next_step(self) -> None:
         """The step of this thread is over; its next call begins another one."""
-        ended = self.steps.end()
-        if self._stream is not None:
-            self._stream.step_over(ended)
+        self._groups.step_over(self.steps.end())
 
     def flush(self) -> None:
         """Return when everything so far is on disk.
@@ -287,14 +290,19 @@ class Recorder:
         """Whether this thread runs what is recorded already."""
         return self._batches.passes_over
 
-    def in_batch(self, batch: Batch) -> contextlib.AbstractContextManager[bool]:
+    @contextlib.contextmanager
+    def in_batch(self, batch: Batch) -> Iterator[bool]:
         """Give the calls of this thread their rows; says whether they are recorded.
 
         Raises:
-            OptionError: On entering, when some of the samples are recorded already and others not.
+            OptionError: Some of the samples are recorded already and others not.
         """
         batch.order, batch.step = next(self._orders), max(self.step, self.first_step)
-        return self._batches.inside(batch, set() if self._target is None else self._target.ids)
+        with self._batches.inside(batch, set() if self._target is None else self._target.ids) as wanted:
+            try:
+                yield wanted
+            finally:
+                self._groups.batch_over(batch)
 
     def _said(self) -> dict[str, Any]:
         waits, seconds = self.pressure
@@ -334,11 +342,15 @@ class Recorder:
         if captured is None:
             return False
         kept, size = captured
-        value, writer = keep(structure, kept), 0 if self._target is None else self._target.number
-        event = Event(next(self._orders), step, site.path, site.port, call, backward, value, writer=writer)
-        if batch is not None and any(tensors := kinds_of(batch, kinds, kept)):
-            event.batch, event.kinds = batch, tensors
-        self._add(site, event)
+        try:
+            value, writer = keep(structure, kept), 0 if self._target is None else self._target.number
+            event = Event(next(self._orders), step, site.path, site.port, call, backward, value, writer=writer)
+            if batch is not None and any(tensors := kinds_of(batch, kinds, kept)):
+                event.batch, event.kinds = batch, tensors
+            self._add(site, event)
+        except BaseException:
+            self._give_back(site, size)
+            raise
         if self._stream is not None:
             self._stream.put(event, size)
         return True

@@ -18,11 +18,11 @@ from hookline.record.call import ModuleRecord
 from hookline.record.coverage import Coverage
 from hookline.record.dataset import Batches
 from hookline.record.export import export
+from hookline.record.held import Pressure
 from hookline.record.log import Log
 from hookline.record.rows import Rows
 from hookline.record.scaled_rows import rows_of
 from hookline.record.step_parts import StepParts
-from hookline.record.stream import Pressure
 from hookline.record.tables import to_pandas, to_polars
 from hookline.report.rows import choose, select_events
 from hookline.sites import PORTS, ROOT_LABEL, Pattern, Site, label, match_paths, nearest

@@ -4,57 +4,33 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from hookline.errors import ArgumentError, OptionError
+from hookline.errors import ArgumentError, HooklineError, OptionError, QuotaError
 from hookline.hooks import add_note
 from hookline.record.devices import marks, on_device
+from hookline.record.held import Held, Pressure, Waiting, complete, sharing, unwritten
 from hookline.record.left_out import LeftOut
 from hookline.record.log import Log
-from hookline.report.text import plural
 from hookline.store import Staged, Tail, Writer
 from hookline.store.background import use_one_core, wait_out
 
-__all__ = ["BUDGET", "Pressure", "Stream"]
+__all__ = ["BUDGET", "Stream"]
 
 BUDGET = 10**9
 """Bytes that may wait for the disk unless a budget is given."""
 _SHARD = 256 << 20
 """Bytes that are written at once, or half the budget where that is less."""
+_EVENT = 1 << 10
+"""Bytes that an event takes besides its tensors."""
 _PATIENCE = 1.0
 """Seconds after which a step that is over is written even if it is small."""
-
-
-class Pressure(NamedTuple):
-    """How often, and how many seconds in all, the model has waited for the disk."""
-
-    waits: int
-    seconds: float
-
-
-class _Waiting(NamedTuple):
-    """An event in memory, with the bytes set aside for it, what has to come before, and how many came before."""
-
-    event: Any
-    nbytes: int
-    after: Any
-    number: int
-
-
-class _Held:
-    """What is held of one step; ``oldest`` is the number of the first of it that is not committed."""
-
-    def __init__(self, oldest: int) -> None:
-        self.oldest = oldest
-        self.events: list[_Waiting] = []
-        self.nbytes = 0
-        self.staged = Staged()
-        self.stored: list[Any] = []
 
 
 class Stream:
@@ -87,27 +63,24 @@ class Stream:
         at_the_end: bool,
         refused: Callable[[Any, ArgumentError], None],
     ) -> None:
-        self._writer = writer
-        self._log = log
-        self._tail = Tail(writer.folder, number=number)
-        self._budget = budget
-        self._target = max(1, min(_SHARD, budget // 2))
-        self._on_error = on_error
-        self._at_the_end = at_the_end
+        self._writer, self._log, self._tail = writer, log, Tail(writer.folder, number=number)
+        self._budget, self._target = budget, max(1, min(_SHARD, budget // 2))
+        self._on_error, self._at_the_end = on_error, at_the_end
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._steps: dict[int, _Held] = {}
+        self._steps: dict[int, Held] = {}
         self._over: set[int] = set()
         self._below = first  # all steps below this number are over
         self._over_since: float | None = None
         self._used = self._held = self._waiters = self._puts = 0
-        self._wanted = self._closing = self._busy = False
+        self._wanted = self._closing = False
+        self._together: dict[int, frozenset[int]] = {}  # steps that are committed together or not at all
         self._error: Exception | None = None
         self._told = False
         self._refused = refused
-        self._warnings: list[str] = []  # for a thread of the model, where a filter may make errors of them
-        self._left_out = LeftOut(self._warnings.append)
-        self._thread: threading.Thread | None = None
+        self._left_out = LeftOut()
+        self._started = False
+        self._ended = threading.Event()
         self.pressure = Pressure(0, 0.0)
         log.fetch_from(self._tail.new)
         atexit.register(self._close_unasked)
@@ -121,16 +94,18 @@ class Stream:
         Raises:
             HooklineError: What has ended the recording, with ``on_error="raise"``.
         """
-        while self._warnings and os.getpid() == self._pid:
-            warnings.warn(self._warnings.pop(0), RuntimeWarning, stacklevel=2)
+        if os.getpid() != self._pid:
+            return False
+        self._left_out.warn()
         if self._error is not None:
             self._tell()
-        return self._error is None and os.getpid() == self._pid
+        return self._error is None
 
     def room(self, size: int) -> bool:
         """Set some bytes aside, waiting for the disk if need be; False when the recording has ended meanwhile."""
         if self._at_the_end:
             return True
+        size += _EVENT
         with self._changed:
             if self._used and self._used + size > self._budget:
                 self._wait_for_room(size)
@@ -154,17 +129,19 @@ class Stream:
         """Some bytes that were set aside are not needed."""
         if not self._at_the_end:
             with self._changed:
-                self._used -= size
+                self._used -= size + _EVENT
                 self._changed.notify_all()
 
     def put(self, event: Any, size: int) -> None:
         """Take an event for which so many bytes were set aside."""
         if self._at_the_end:
             return
-        after = marks(event)
+        after, size = marks(event), size + _EVENT
         with self._changed:
-            held = self._steps.setdefault(event.step, _Held(self._puts))
-            held.events.append(_Waiting(event, size, after, self._puts))
+            held = self._steps.get(event.step)
+            if held is None:
+                held = self._steps[event.step] = Held(event.step, self._puts)
+            held.events.append(Waiting(event, size, after, self._puts))
             self._puts += 1
             held.nbytes += size
             self._held += size
@@ -174,11 +151,19 @@ class Stream:
                 self._changed.notify_all()
             self._start()
 
-    def step_over(self, step: int) -> None:
-        """Nothing more of a step is expected; what comes all the same is committed with what comes then."""
+    def step_over(self, *steps: int) -> None:
+        """Nothing more of some steps is expected; what comes all the same is committed with what comes then.
+
+        Several are committed together, or not at all.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._changed:
-            self._mark_over(step)
-            if step in self._steps:
+            if len(steps) > 1:
+                self._together |= dict.fromkeys(steps, frozenset(steps))
+            for step in steps:
+                self._mark_over(step)
+            if not self._steps.keys().isdisjoint(steps):
                 self._note_over()
 
     def _mark_over(self, step: int) -> None:
@@ -209,11 +194,10 @@ class Stream:
             end, self._wanted = self._puts, bool(self._steps)
             self._all_over()
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._error is not None or not self._holds_any_before(end))
+            self._changed.wait_for(
+                lambda: self._error is not None or all(held.oldest >= end for held in self._steps.values())
+            )
         self.takes  # noqa: B018 (raises what went wrong)
-
-    def _holds_any_before(self, number: int) -> bool:
-        return any(held.oldest < number for held in self._steps.values())
 
     def _all_over(self) -> None:
         for step in self._steps:
@@ -228,17 +212,22 @@ class Stream:
         Raises:
             HooklineError: What has ended the recording, if it was not raised before and ``on_error="raise"``.
         """
-        atexit.unregister(self._close_unasked)
         if os.getpid() != self._pid:
             return
-        if self._at_the_end:
-            self._at_the_end = False
-            for event in self._log.in_memory:
-                self.room(event.nbytes)
-                self.put(event, event.nbytes)
-        self._close()
-        with contextlib.closing(self._writer), self._as_failure():
-            self._writer.end(said())
+        try:
+            if self._at_the_end:
+                self._at_the_end = False
+                for event in self._log.in_memory:
+                    self.room(event.nbytes)
+                    self.put(event, event.nbytes)
+            with contextlib.closing(self._writer):
+                try:
+                    self._close()
+                finally:  # also after a KeyboardInterrupt, which comes out once all is written
+                    with self._as_failure():
+                        self._writer.end(said())
+        finally:
+            atexit.unregister(self._close_unasked)
         self.takes  # noqa: B018 (raises what went wrong)
 
     def take_back(self) -> None:
@@ -253,10 +242,11 @@ class Stream:
             self._closing = True
             self._all_over()
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            wait_out(thread)
-        self._drop_unfinished()
+        try:
+            if self._started:
+                wait_out(self._ended)
+        finally:
+            self._drop_unfinished()
 
     def _close_unasked(self) -> None:
         """The interpreter ends while the recording is open."""
@@ -265,18 +255,22 @@ class Stream:
             self._writer.close()
 
     def _drop_unfinished(self) -> None:
-        """Of a step that could not be written as a whole, nothing stays on disk."""
+        """Of a step that could not be written as a whole, nothing stays on disk, and the coverage says so."""
+        why = ArgumentError(f"not written: {self._error}")
         for held in self._steps.values():
+            for event in (*held.stored, *(waiting.event for waiting in held.events)):
+                self._refused(event, why)
             self._log.remove(held.stored)
             self._writer.discard(held.staged)
 
     def _tell(self) -> None:
-        if self._told or self._error is None:
-            return
-        self._told = True
-        waiting = sum(len(held.events) for held in self._steps.values())
-        rest = f" {plural(waiting, 'value')} that were not written stay in memory." if waiting else ""
-        message = f"The recording ended here: what was committed before can be read.{rest}"
+        with self._changed:
+            if self._told or self._error is None:
+                return
+            self._told = True
+            message = (
+                f"The recording ended here: what was committed before can be read.{unwritten(self._steps.values())}"
+            )
         if self._on_error == "warn":
             warnings.warn(f"{self._error} {message} The model goes on without it.", RuntimeWarning, stacklevel=3)
             return
@@ -286,12 +280,24 @@ class Stream:
     # ------------------------------------------------------------ called by the thread that writes
 
     def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="hookline-writer", daemon=True)
-            self._thread.start()
+        if self._started or self._error is not None:
+            return
+        try:
+            threading.Thread(target=self._work, name="hookline-writer", daemon=True).start()
+            self._started = True
+        except RuntimeError as error:
+            self._error = HooklineError(f"{self._writer.folder}: no thread can be started to write it ({error}).")
+            self._changed.notify_all()
 
     def _work(self) -> None:
-        use_one_core()
+        try:
+            with self._as_failure():
+                use_one_core()
+                self._write_on()
+        finally:
+            self._ended.set()
+
+    def _write_on(self) -> None:
         while True:
             with self._changed:
                 while not self._is_due() and self._error is None:
@@ -299,12 +305,7 @@ class Stream:
                 if self._error is not None or (self._closing and not self._steps):
                     return
                 over, open_ones = self._job()
-                self._busy = True
-            with self._as_failure():
-                self._write(over, open_ones)
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
+            self._write(over, open_ones)
 
     def _patience(self) -> float | None:
         if self._over_since is None:
@@ -316,60 +317,73 @@ class Stream:
         pressed = self._held >= self._target or (self._waiters and self._held)
         return bool(self._closing or self._wanted or late or pressed)
 
-    def _job(self) -> tuple[list[_Held], list[_Held]]:
+    def _job(self) -> tuple[list[Held], list[Held]]:
         """The steps to commit, and then, where that leaves too much, one of which shards are to be written."""
         self._wanted, self._over_since = False, None
-        numbers = sorted(step for step in self._steps if self._is_over(step))
-        over = [self._steps[step] for step in numbers]
+        over = sorted((held for held in self._steps.values() if self._is_over(held.step)), key=lambda held: held.step)
         rest = self._held - sum(held.nbytes for held in over)
-        open_ones = [held for step, held in self._steps.items() if not self._is_over(step)]
+        open_ones = [held for held in self._steps.values() if not self._is_over(held.step)]
         if open_ones and (rest >= self._target or not over):
             return over, [max(open_ones, key=lambda held: held.nbytes)]
         return over, []
 
-    def _write(self, over: list[_Held], open_ones: list[_Held]) -> None:
-        whole: list[_Held] = []
+    def _write(self, over: list[Held], open_ones: list[Held]) -> None:
+        whole: list[Held] = []
         try:
-            for held in over:
-                self._stage(held)
-                whole.append(held)
+            for some in sharing(over, self._together, self._target):
+                try:
+                    self._stage(some)
+                    whole += some
+                except QuotaError:  # some of them may still have room
+                    for held in some if len(some) > 1 else ():
+                        self._stage([held])
+                        whole.append(held)
+                    raise
         finally:
-            self._commit(whole)
+            self._commit(complete(whole, self._together, self._steps.keys()))
         for held in open_ones:
-            self._stage(held)
+            self._stage([held])
 
-    def _commit(self, whole: list[_Held]) -> None:
+    def _commit(self, whole: list[Held]) -> None:
         if not whole:
             return
         stored = [event for held in whole for event in held.stored]
-        self._log.settle(lambda: self._writer.commit([held.staged for held in whole]), stored)
+        staged = {id(held.staged): held.staged for held in whole}
+        # nobody reads the log while the disk is at it, or events would be there twice or not at all
+        self._log.settle(lambda: self._writer.commit([*staged.values()]), stored)
         with self._changed:
-            for step in [step for step, held in self._steps.items() if held in whole]:
-                held = self._steps[step]
+            for held in whole:
                 held.staged, held.stored = Staged(), []
                 if held.events:  # it went on meanwhile
                     held.oldest = held.events[0].number
                     self._note_over()
                 else:
-                    del self._steps[step]
+                    del self._steps[held.step]
+                    self._together.pop(held.step, None)
             self._changed.notify_all()
 
-    def _stage(self, held: _Held) -> None:
-        """Write the shards of what is held of a step, and let it go from memory."""
+    def _stage(self, some: list[Held]) -> None:
+        """Write the shards of what is held of some steps, and let it go from memory."""
         with self._changed:
-            taken, nbytes = held.events[:], held.nbytes
-        events = [waiting.event for waiting in taken]
-        with on_device(waiting.after for waiting in taken):
-            stored = self._writer.stage(held.staged, events, self._refuse)
-        kept, refused = self._left_out.without(events)
-        self._log.exchange(kept, stored)
-        self._log.remove(refused)
-        held.stored += stored
+            taken = [held.events[:] for held in some]
+        waiting = [one for events in taken for one in events]
+        staged = some[0].staged if len(some) == 1 else Staged()
+        with on_device(one.after for one in waiting):
+            stored = iter(self._writer.stage(staged, [one.event for one in waiting], self._refuse))
+        refused = self._left_out.forget()
+        for held, events in zip(some, taken, strict=True):
+            kept = [one.event for one in events if id(one.event) not in refused]
+            held.staged, found = staged, list(itertools.islice(stored, len(kept)))
+            self._log.exchange(kept, found)
+            held.stored += found
+        self._log.remove(refused.values())
         with self._changed:
-            del held.events[: len(taken)]
-            held.nbytes -= nbytes
-            self._held -= nbytes
-            self._used -= nbytes
+            for held, events in zip(some, taken, strict=True):
+                nbytes = sum(one.nbytes for one in events)
+                del held.events[: len(events)]
+                held.nbytes -= nbytes
+                self._held -= nbytes
+                self._used -= nbytes
             self._changed.notify_all()
 
     def _refuse(self, event: Any, error: ArgumentError) -> None:

@@ -124,12 +124,12 @@ class Appender:
         """
         with self._one_at_a_time:
             names, parts = len(staged._names), [*staged._parts]
-            before = len(parts)
+            before, batches = len(parts), {**staged._batches}
             try:
                 self._stage_events(staged, with_batches(events, {*staged._batches}), parts, refused)
                 staged._parts = tuple(parts)
             except BaseException:
-                staged._parts = staged._parts[:before]
+                staged._parts, staged._batches = staged._parts[:before], batches
                 self._remove(staged._names[names:])
                 del staged._names[names:]
                 self._used -= sum(part.nbytes for part in parts[before:])
@@ -194,7 +194,7 @@ class Appender:
                 self._stage_events(staged, some, parts, refused)
 
     def _stage_draft(self, staged: Staged, draft: Draft, parts: list[_Written]) -> int:
-        """Write a shard, unless its line would be too long; the size of that."""
+        """Write a shard, which is deleted again where its line would be too long; the size of the line."""
         data = draft.nbytes + draft.name_size
         self._check_quota(data)
         with self._shard(staged, draft) as written:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -26,7 +27,8 @@ def use_one_core() -> None:
     A second pool of threads for what this thread computes would make those of a model that is running wait.
     """
     torch.get_num_threads()  # or PyTorch would set the number anew at its first computation in this thread
-    _controller().limit(limits=1, user_api="openmp")  # of OpenMP, whose numbers belong to a thread
+    with contextlib.suppress(Exception):  # of a library that cannot be asked; it would only be slower
+        _controller().limit(limits=1, user_api="openmp")  # of OpenMP, whose numbers belong to a thread
 
 
 class Background(Generic[_T]):
@@ -41,28 +43,28 @@ class Background(Generic[_T]):
     """
 
     def __init__(self, function: Callable[[], _T], *, one_core: bool = False) -> None:
-        self._function, self._one_core = function, one_core
+        self._function = function
         self._results: list[_T] = []
         self._errors: list[BaseException] = []
-        self._thread: threading.Thread | None = threading.Thread(target=self._work, name="hookline", daemon=True)
+        self._ended = threading.Event()
         try:
-            self._thread.start()
+            threading.Thread(target=self._work, args=(one_core,), name="hookline", daemon=True).start()
         except RuntimeError:  # no more threads, or the interpreter is shutting down
-            self._thread = None
-            self._work()
+            self._work(one_core=False)
 
-    def _work(self) -> None:
+    def _work(self, one_core: bool) -> None:
         try:
-            if self._one_core and self._thread is not None:
+            if one_core:
                 use_one_core()
             self._results.append(self._function())
         except BaseException as error:
             self._errors.append(error)
+        finally:
+            self._ended.set()
 
     def wait(self) -> None:
         """Return when it has ended, well or not."""
-        if self._thread is not None:
-            wait_out(self._thread)
+        wait_out(self._ended)
 
     def result(self) -> _T:
         """What it returned, or an error that it raised."""
@@ -72,10 +74,16 @@ class Background(Generic[_T]):
         return self._results[0]
 
 
-def wait_out(thread: threading.Thread) -> None:
-    """Wait for the end of a thread, interrupted or not: what is half written must be whole before anybody goes on."""
-    try:
-        thread.join()
-    except BaseException:  # a KeyboardInterrupt
-        thread.join()
-        raise
+def wait_out(ended: threading.Event) -> None:
+    """Wait for the end of a thread, interrupted or not: what is half written must be whole before anybody goes on.
+
+    Not by ``Thread.join``: before Python 3.13, one that was interrupted takes the thread for ended ever after.
+    """
+    interrupt: BaseException | None = None
+    while not ended.is_set():
+        try:
+            ended.wait()
+        except BaseException as error:  # a KeyboardInterrupt
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
