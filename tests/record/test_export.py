@@ -723,7 +723,7 @@ def test_frames(kind: str, place: Any) -> None:
     x[0, 0], x[1, 1], x[2] = float("nan"), float("inf"), 0
     rec = place(recorded(x, (x.bfloat16(), torch.tensor(3)), {"a": torch.empty(0)}, "no tensor"))
     frame = rec.to_pandas() if kind == "pandas" else rec.to_polars()
-    assert type(frame) is package.DataFrame and frame.shape == (4, 19)
+    assert type(frame) is package.DataFrame and frame.shape == (4, 20)
     table = {name: list(frame[name]) for name in frame.columns}
     assert table["step"] == [0, 1, 1, 2] and table["order"] == [0, 1, 1, 2]
     assert table["path"] == ["0"] * 4 and table["port"] == ["output"] * 4
@@ -743,8 +743,8 @@ def test_frames(kind: str, place: Any) -> None:
         assert table[name][0] == pytest.approx(float(wanted), rel=1e-12)
         assert table[name][2] == (0 if name == "std" else 3)
     dtypes = [str(dtype).lower() for dtype in frame.dtypes]
-    assert [dtypes[place] for place in (0, 1, 4, 5, 9, 15, 16, 17, 18)] == ["int64"] * 9
-    assert dtypes[10:15] == ["float64"] * 5
+    assert [dtypes[place] for place in (0, 1, 4, 5, 6, 10, 16, 17, 18, 19)] == ["int64"] * 10
+    assert dtypes[11:16] == ["float64"] * 5
 
 
 @pytest.mark.parametrize("kind", ["pandas", "polars"])
@@ -752,7 +752,7 @@ def test_a_frame_of_nothing_and_of_a_nested_tensor(kind: str) -> None:
     pytest.importorskip(kind)
     empty, nested = recorded(), recorded(torch.nested.nested_tensor([torch.randn(2), torch.randn(3)]))
     frames = [rec.to_pandas() if kind == "pandas" else rec.to_polars() for rec in (empty, nested)]
-    assert [frame.shape for frame in frames] == [(0, 19), (1, 19)]
+    assert [frame.shape for frame in frames] == [(0, 20), (1, 20)]
     assert list(frames[0].dtypes) == list(frames[1].dtypes)
     assert list(frames[1]["shape"]) == ["nested"] and list(frames[1]["numel"]) == [5]
 

@@ -55,6 +55,8 @@ def main(argv: Sequence[str], *, own_process: bool) -> int:
     pattern, recording = _pattern(given.site, given.port), load(given.file)
     if given.coverage:
         text = str((recording if pattern is None else recording.select(pattern)).coverage)
+        if "coverage" not in recording.info:
+            text = "the coverage is not known: the recording goes on, or its writer was killed"
     else:
         text = render(recording, width=width, site=pattern, values=given.values, color=_color())
     print(encodable(text), flush=True)

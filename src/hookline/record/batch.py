@@ -19,6 +19,9 @@ from hookline.values import Scaled, walk
 __all__ = ["Batch", "CurrentBatch", "chosen_rows", "kinds_of"]
 
 
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 class Batch:
     """The identity of the rows of one batch; it is stored as an event of the port ``batch``.
 
@@ -41,7 +44,7 @@ class Batch:
         self.skip = False
         self._ids: list[Any] = _checked_ids(ids)
         has_names = any(isinstance(one, str) for one in self._ids)
-        self.value: dict[str, Any] = {"ids": self._ids if has_names else torch.tensor(self._ids)}
+        self.value: dict[str, Any] = {"ids": self._ids if has_names else torch.tensor(self._ids, dtype=torch.int64)}
         self._grid: tuple[int, int] | None = None
         self._chosen: dict[torch.device, Tensor] = {}
         if tokens is not None or mask is not None:
@@ -72,12 +75,14 @@ class Batch:
 
     def select(self, tensor: Tensor) -> tuple[Tensor, str | None]:
         """The rows of a tensor that are to be kept, and of which kind they are; all of one that has no such rows."""
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            return tensor, None
         shape = tuple(tensor.shape)
         if self._grid is not None and (shape[:2] == self._grid or shape[:1] == (self._grid[0] * self._grid[1],)):
             rest = shape[2:] if shape[:2] == self._grid else shape[1:]
             flat = tensor.reshape(self._grid[0] * self._grid[1], *rest)
             places = self._places(tensor.device)
-            return (flat if len(places) == len(flat) else flat.index_select(0, places)), TOKENS
+            return (flat if len(places) == len(flat) else _picked(flat, places)), TOKENS
         return tensor, SAMPLES if shape[:1] == (len(self._ids),) else None
 
     def _places(self, device: torch.device) -> Tensor:
@@ -147,6 +152,14 @@ def chosen_rows(batch: Batch, leaves: list[Any], *, detach: bool) -> tuple[list[
     return [leaf for leaf, _ in pairs], [kind for _, kind in pairs]
 
 
+def _picked(flat: Tensor, places: Tensor) -> Tensor:
+    try:
+        return flat.index_select(0, places)
+    except NotImplementedError:  # for some dtypes; for whole numbers of the same size it is
+        whole = _WHOLE[flat.element_size()]
+        return flat.view(whole).index_select(0, places).view(flat.dtype)
+
+
 def kinds_of(batch: Batch, kinds: list[str | None], kept: list[Any]) -> tuple[str | None, ...]:
     """The kind of rows of each tensor as it is kept; None where ``reduce`` has left other ones."""
     return tuple(
@@ -163,14 +176,22 @@ def _checked_ids(ids: Any) -> Any:
         raise ArgumentError(f"ids: got {kind(ids)}, wanted one id for each sample, such as [17, 18] or a 1-d tensor.")
     kinds = {type(one) for one in found}
     if not kinds <= {int} and not kinds <= {str}:
-        raise ArgumentError(f"ids have to be all int or all str, got {', '.join(sorted(k.__name__ for k in kinds))}.")
+        names = ", ".join(sorted(k.__name__ for k in kinds))
+        raise ArgumentError(f"ids have to be all int or all str, got {names}. Tensors become int by tolist().")
+    if kinds == {int} and not all(-(2**63) <= one < 2**63 for one in found):
+        raise ArgumentError("ids have to fit into int64; give larger ones as str.")
     return list(found)
 
 
 def _grid_of(name: str, grid: Any, samples: int) -> Tensor | None:
     if grid is None:
         return None
-    found = torch.as_tensor(grid).detach().cpu()
+    try:
+        found = torch.as_tensor(grid).detach().cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ArgumentError(
+            f"{name}: got {kind(grid)}, wanted whole numbers or bools, a line of one length for each id ({error})."
+        ) from error
     if found.dim() != 2 or found.shape[0] != samples or found.is_floating_point():
         raise OptionError(
             f"{name}: got {found.dtype} of shape {list(found.shape)}, wanted whole numbers or bools of shape "

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "arrow_table", "write_parquet", "write_zarr"]
 
+_EVERY_CHUNK = {"write_empty_chunks": True}
+"""zarr leaves out chunks that equal 0, and takes -0.0 for that where it is complex."""
 PART_BYTES = 32 << 20
 """Bytes of rows that are in memory at once: a row group of Parquet, a chunk of Zarr."""
 _PLACE = ("step", "call", "backward", "row", "writer")
@@ -241,13 +243,17 @@ def write_zarr(group: Any, name: str, rows: Rows, bf16: str | None) -> None:
     about = {"site": str(rows.site), "leaf": rows.leaf, "dtype": _name(rows)}
     made = group.create_group(name, attributes={key: _utf8(text).decode() for key, text in about.items()})
     count, dtype = part_rows(rows), np.dtype(target(rows, "zarr", bf16))
-    value = made.create_array("value", shape=tuple(rows.shape), dtype=dtype, chunks=_chunks(count, rows.shape))
+    value = made.create_array(
+        "value", shape=tuple(rows.shape), dtype=dtype, chunks=_chunks(count, rows.shape), config=_EVERY_CHUNK
+    )
     said = told(rows)
     kinds: dict[str, Any] = dict.fromkeys(_PLACE, np.int64)
     kinds |= {key: str if column.text else np.int64 for key, column in said.items()}
     kinds |= {f"{key}_known": np.bool_ for key, column in said.items() if not column.everywhere}
     arrays = {
-        key: made.create_array(key, shape=(len(rows),), dtype=kind, chunks=_chunks(count, rows.shape[:1]))
+        key: made.create_array(
+            key, shape=(len(rows),), dtype=kind, chunks=_chunks(count, rows.shape[:1]), config=_EVERY_CHUNK
+        )
         for key, kind in kinds.items()
     }
     for part in parts(rows, "zarr", bf16):

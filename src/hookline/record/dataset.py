@@ -93,20 +93,34 @@ class Batches(Dataset[dict[str, Any]]):
 
     def state_dict(self, batches: int) -> dict[str, int]:
         """What ``load_state_dict`` goes on from, when so many batches of this epoch have been used on this rank."""
-        return {"epoch": self.epoch, "batch": self.first + batches, "seed": self._seed, "batch_size": self.batch_size}
+        return {"epoch": self.epoch, "batch": self.first + batches, **self._choices}
+
+    @property
+    def _choices(self) -> dict[str, int]:
+        """What decides which rows are in which batch."""
+        return {
+            "seed": self._seed,
+            "batch_size": self.batch_size,
+            "shuffle": self._shuffle,
+            "window": self._window,
+            "world_size": self._world_size,
+            "drop_last": self._drop_last,
+            "rows": self._total,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where a state was taken.
 
         Raises:
-            OptionError: It was taken with another seed or batch size, so that the batches are others.
+            OptionError: It was taken with another seed, batch size or the like, or from other rows, so that the batches
+                are others.
         """
-        here = {"seed": self._seed, "batch_size": self.batch_size}
-        for name, value in here.items():
+        for name, value in self._choices.items():
             if state.get(name) != value:
+                advice = "Load the recording as it was" if name == "rows" else f"Make the dataset with {name}="
                 raise OptionError(
                     f"the state was taken with {name}={state.get(name)!r}, this dataset has {value}: its batches are "
-                    f"others. Make the dataset with {name}={state.get(name)!r}."
+                    f"others. {advice}{'' if name == 'rows' else repr(state.get(name))}."
                 )
         self.epoch, self.first = state["epoch"], state["batch"]
 
@@ -186,9 +200,9 @@ def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 def _common_sizes(rows: list[Rows]) -> npt.NDArray[np.int64]:
     """Rows of each value; the sites must have the same ones, or a batch would mix up what does not belong together."""
-    first = rows[0].origins()
+    first = [*zip(rows[0].writers(), rows[0].origins(), strict=True)]
     for other in rows[1:]:
-        found = other.origins()
+        found = [*zip(other.writers(), other.origins(), strict=True)]
         if first != found:
             pairs = zip([*first, None], [*found, None], strict=False)
             one, two = next((one, two) for one, two in pairs if one != two)
@@ -196,8 +210,11 @@ def _common_sizes(rows: list[Rows]) -> npt.NDArray[np.int64]:
                 f"{rows[0].site} and {other.site} have no rows in common order: {_told(one)} of the first stands "
                 f"against {_told(two)} of the second. Choose sites that ran equally often on the same batches."
             )
-    return np.array([count for *_, count in first], dtype=np.int64)
+    return np.array([count for _, (*_, count) in first], dtype=np.int64)
 
 
-def _told(origin: tuple[int, int, int, int] | None) -> str:
-    return "the end" if origin is None else f"call {origin[1]} of step {origin[0]} with {origin[3]} rows"
+def _told(value: tuple[int, tuple[int, int, int, int]] | None) -> str:
+    if value is None:
+        return "the end"
+    writer, (step, call, _, count) = value
+    return f"call {call} of step {step}{f' of process {writer}' if writer else ''} with {count} rows"

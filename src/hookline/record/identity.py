@@ -44,6 +44,11 @@ def gathered(
                 "rec.select(..., steps=...)."
             )
         for name, column in found.items():
+            if name in parts and (parts[name].dtype.kind == "i") != (column.dtype.kind == "i"):
+                raise SiteError(
+                    f"{site}: {name} is a number in some steps and a string in others. Choose steps with "
+                    "rec.select(..., steps=...)."
+                )
             dtype = column.dtype if column.dtype.kind == "i" else object
             parts.setdefault(name, np.zeros(len(values), dtype=dtype))[here] = column[rows[here]]
     return {name: torch.from_numpy(c) if c.dtype.kind == "i" else c.tolist() for name, c in parts.items()}

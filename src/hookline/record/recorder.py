@@ -345,8 +345,8 @@ class Recorder:
         try:
             value, writer = keep(structure, kept), 0 if self._target is None else self._target.number
             event = Event(next(self._orders), step, site.path, site.port, call, backward, value, writer=writer)
-            if batch is not None and any(tensors := kinds_of(batch, kinds, kept)):
-                event.batch, event.kinds = batch, tensors
+            if batch is not None:  # also where no row is one of its own, since its ids are recorded with this
+                event.batch, event.kinds = batch, kinds_of(batch, kinds, kept)
             self._add(site, event)
         except BaseException:
             self._give_back(site, size)

@@ -273,8 +273,8 @@ class Recording:
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame`` with a line for each tensor of each event: its place, layout and statistics.
 
-        The columns are order, step, path, port, call, backward, leaf, dtype, shape, numel, mean, std, min, max, l2,
-        nan, inf, zeros and nbytes. Of a recording on disk, no tensor is read.
+        The columns are order, step, path, port, call, backward, writer, leaf, dtype, shape, numel, mean, std, min, max,
+        l2, nan, inf, zeros and nbytes. Of a recording on disk, no tensor is read.
 
         Raises:
             HooklineError: pandas is not installed.
@@ -297,7 +297,10 @@ class Recording:
     # ------------------------------------------------------------ while it is recorded
 
     def flush(self) -> None:
-        """Return when everything so far is on disk; what is acknowledged so survives a crash. Call it between steps.
+        """Return when everything so far is on disk; what is acknowledged so survives a crash.
+
+        Call it between steps, and outside of ``rec.batch``: of a step or batch that goes on, what is there so far is
+        committed as if it were all of it.
 
         Raises:
             OptionError: It is not being recorded to disk.

@@ -154,7 +154,13 @@ class Rows(Sequence[Tensor]):
             SiteError: It was not recorded inside ``rec.batch``, or its values do not have rows of samples or tokens.
         """
         if not self.have_identity:
-            event = next(event for event, _ in self._values if self.leaf not in event.rows())
+            event, place = next(found for found in self._values if self.leaf not in found[0].rows())
+            if event.batch is not None:
+                shape, ids = list(event.layouts()[place][2]), len(event.batch.value["ids"])
+                raise SiteError(
+                    f"{self.site}, {self.leaf}: {where(event)} has the shape {shape}, its batch was told of "
+                    f"{plural(ids, 'id')}; rows are those of the ids where the first dimension is as long as they are."
+                )
             raise SiteError(
                 f"{self.site}, {self.leaf}: what the rows of {where(event)} are is not known. Record inside `with "
                 "rec.batch(ids=...)`; values whose first dimension is that of the ids, or of the tokens, get them."

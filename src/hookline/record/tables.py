@@ -15,6 +15,7 @@ _TYPES = {
     **dict.fromkeys(("order", "step"), "int"),
     **dict.fromkeys(("path", "port"), "text"),
     **dict.fromkeys(("call", "backward"), "int"),
+    "writer": "int",
     **dict.fromkeys(("leaf", "dtype", "shape"), "text"),
     "numel": "int",
     **dict.fromkeys(("mean", "std", "min", "max", "l2"), "float"),
@@ -50,7 +51,7 @@ def _lines(event: Any) -> Iterator[tuple[Any, ...]]:
     sizes = _sizes(event, layouts)
     for (path, dtype, shape, numel), nbytes in zip(layouts, sizes, strict=True):
         text = "nested" if shape is None else "x".join(map(str, shape)) or "scalar"
-        place = event.order, event.step, _clean(event.path), event.port, event.call, event.backward
+        place = event.order, event.step, _clean(event.path), event.port, event.call, event.backward, event.writer
         yield (
             *place,
             _clean(path),

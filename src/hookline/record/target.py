@@ -75,7 +75,11 @@ class Target:
         self.first_step = self.first_order = 0
         self.ids: frozenset[int | str] = frozenset()
         if not resume:
-            store.check_free(self._folder, writer=self.number)
+            try:
+                store.check_free(self._folder, writer=self.number)
+            except OptionError as error:
+                advice = "Choose another name, delete it first, or go on with it: resume=True"
+                raise OptionError(f"{self._folder}: a recording of that name exists. {advice}.") from error
 
     def open(
         self, model: nn.Module, recording: Recording, policy: Policy, refused: Callable[[Any, ArgumentError], None]

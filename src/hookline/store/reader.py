@@ -197,7 +197,7 @@ class StoredParts(NamedTuple):
     Attributes:
         info: What its writer knew about it.
         modules: The modules of the model by path, in the order of the model.
-        events: The events of all writers, by order and step.
+        events: The events of all writers, in order; of several, step by step, and then writer by writer.
         torn: The manifests with an unfinished last line, which does not count: its writer was killed, or is at it.
         ends: What each writer wrote down at its end, by its number; none of those that are not at their end.
     """
@@ -240,7 +240,7 @@ class Tail:
         self._writers: dict[Place, _Followed] = {}
 
     def new(self) -> list[StoredEvent]:
-        """The events since the last look, by order and step.
+        """The events since the last look, in order; those of several writers step by step, and then writer by writer.
 
         Raises:
             FormatError: Something is damaged or hostile. The next look begins where this one began.
@@ -253,7 +253,10 @@ class Tail:
             ]
         self._writers.update((follower.path, follower) for follower, _ in found)
         events = [event for _, some in found for event in some if event.port != BATCH]
-        return sorted(events, key=lambda event: (event.order, event.step))
+        if len({event.writer for event in events}) < 2:
+            return sorted(events, key=lambda event: (event.order, event.step))
+        # what one process counts says nothing of when another did it, and has to give every site the same order
+        return sorted(events, key=lambda event: (event.step, event.writer, event.order))
 
     @property
     def torn(self) -> tuple[Place, ...]:
