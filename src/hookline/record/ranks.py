@@ -30,7 +30,5 @@ def world_size() -> int:
 def _number(name: str, least: int) -> int:
     text = os.environ.get(name, str(least))
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
-        raise OptionError(
-            f"the environment has {name}={text!r}; wanted a whole number from {least} on."
-        )
+        raise OptionError(f"the environment has {name}={text!r}; wanted a whole number from {least} on.")
     return int(text)
