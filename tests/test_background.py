@@ -42,11 +42,20 @@ def test_its_result_and_its_error() -> None:
 
 
 def test_it_runs_beside_its_caller_and_is_waited_for() -> None:
-    go = threading.Event()
-    beside = Background(lambda: (go.wait(10), time.sleep(0.01)))
+    go, ended = threading.Event(), threading.Event()
+
+    def work() -> bool:
+        told = go.wait(10)
+        time.sleep(0.2)  # so that a wait that does not wait is over before
+        ended.set()
+        return told
+
+    beside = Background(work)
+    assert not ended.is_set()
     go.set()
     beside.wait()
-    assert beside.result()[0]
+    assert ended.is_set()
+    assert beside.result()
 
 
 def test_without_threads_it_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

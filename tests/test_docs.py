@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+import zlib
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -54,6 +56,23 @@ def test_the_blocks_of_a_page_run_in_order(page: str, tmp_path: Path, monkeypatc
 def test_a_block_is_found_and_skipped_with_a_reason() -> None:
     text = "# Page\n\n```python\na = 1\n```\n\n<!-- no-run: needs a GPU -->\n```python\nb\n```\n\n```bash\nc\n```\n"
     assert blocks(text) == [Block(4, "a = 1\n", None), Block(9, "b\n", "needs a GPU")]
+
+
+def test_the_reader_of_the_format_takes_the_first_manifest_first(tmp_path: Path) -> None:
+    names = ["manifest.jsonl", "manifest-000001.jsonl", "manifest-999999.jsonl", "manifest-1000000.jsonl"]
+    (tmp_path / "w00000-a1b2c3").mkdir()
+    (tmp_path / "recording.json").write_bytes(sealed(format="hookline", version=2))
+    for name in names:
+        event = {"order": 0, "step": 0, "shard": None, "path": name}
+        (tmp_path / "w00000-a1b2c3" / name).write_bytes(sealed(shards=[], events=[event]))
+    reader = ModuleType("reader")
+    exec(blocks(PAGES["docs/format.md"].read_text("utf-8"))[0].code, vars(reader))
+    assert [event["path"] for event, _ in reader.read(tmp_path)] == names
+
+
+def sealed(**entries: Any) -> bytes:
+    body = json.dumps(entries)[:-1].encode()
+    return body + b',"crc":"%08x"}\n' % zlib.crc32(body)
 
 
 def options_of(command: ModuleType) -> list[str]:

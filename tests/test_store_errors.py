@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hookline import store
 from hookline.errors import FormatError
@@ -401,3 +403,24 @@ def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("builtins.open", refuse)
     assert complaint(folder) == f"{folder / HEAD}: it cannot be read (Permission denied). Check its permissions."
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (
+            errno.ENOMEM,
+            "The process has too many mapped files: raise vm.max_map_count, or read fewer steps at a time, each part "
+            "with hookline.load(...).select(steps=...).",
+        ),
+        (errno.ENODEV, "Open the recording again."),
+    ],
+)
+def test_a_shard_that_cannot_be_mapped(folder: Path, monkeypatch: pytest.MonkeyPatch, code: int, advice: str) -> None:
+    said = f"unable to mmap 132 bytes from file <{folder / SHARD}>: {os.strerror(code)} ({code})"
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(torch, "from_file", refuse)
+    assert complaint(folder) == f"{folder / SHARD}: it cannot be mapped into memory ({said}). {advice}"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import ArgumentError
-from hookline.stats.pieces import as_float64, pieces
+from hookline.stats.pieces import as_float64, has_memory, pieces
 from hookline.stats.summary import Summary, merge, unknown
 
 __all__ = ["summarize", "summarize_all"]
@@ -53,7 +53,7 @@ def summarize(tensor: Tensor) -> Summary:
         except NotImplementedError:
             return unknown(tensor.numel())
         except RuntimeError:
-            if _has_memory(tensor):
+            if has_memory(tensor):
                 raise
             return unknown(tensor.numel())
 
@@ -218,11 +218,3 @@ def _repeated(one: Summary, times: int) -> Summary:
         return one
     counts = {name: getattr(one, name) * times for name in ("numel", "nan", "inf", "zeros")}
     return dataclasses.replace(one, l2=one.l2 * math.sqrt(times), **counts)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether there are values to read: not under a fake mode or inside vmap, where every read fails."""
-    try:
-        return tensor.untyped_storage().device.type != "meta"
-    except (RuntimeError, NotImplementedError):
-        return False

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["as_float64", "pieces"]
+__all__ = ["as_float64", "has_memory", "pieces"]
 
 CHUNK = 1 << 22
 """Elements of an accelerator's tensor that are upcast at a time: 32 MiB in float64."""
@@ -68,3 +68,11 @@ def as_float64(tensor: Tensor) -> Tensor:
     if tensor.device.type == "mps":
         tensor = tensor.cpu()
     return tensor.to(torch.complex128).abs() if tensor.is_complex() else tensor.to(torch.float64)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a strided tensor has values to read: none on the meta device, under a fake mode, or inside torch.func."""
+    try:
+        return tensor.untyped_storage().device.type != "meta"
+    except (RuntimeError, NotImplementedError):
+        return False

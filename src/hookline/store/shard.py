@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterable
@@ -29,6 +30,10 @@ _WORTH_IT = 256 << 10
 """Bytes of a write from which on the disk is told to begin at once."""
 _RESOLVE = "Copy the recording with its links resolved: cp -rL."
 _COPY_WHOLE = "Copy the whole folder again, with all its files."
+_TOO_MANY_MAPS = (
+    "The process has too many mapped files: raise vm.max_map_count, or read fewer steps at a time, each part with "
+    "hookline.load(...).select(steps=...)."
+)
 
 
 class _Summed:
@@ -222,7 +227,8 @@ class Shard:
         try:
             return torch.from_file(str(self.path), shared=False, size=self.size, dtype=torch.uint8).numpy()
         except RuntimeError as error:
-            raise fault(self.path, f"it cannot be mapped into memory ({error})", "Open the recording again.") from error
+            advice = _TOO_MANY_MAPS if os.strerror(errno.ENOMEM) in str(error) else "Open the recording again."
+            raise fault(self.path, f"it cannot be mapped into memory ({error})", advice) from error
 
 
 def meta_tensor(line: TensorLine, place: object) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import ArgumentError
+from hookline.stats.pieces import has_memory
 from hookline.store.dtypes import STORAGE, Storage
 
 DENSE_LIMIT = 1 << 30
@@ -64,7 +65,7 @@ def _plain(tensor: Tensor, origin: str | None = None) -> Stored:
     if tensor.is_quantized:
         return _plain(tensor.dequantize(), _name(tensor.dtype))
     dtype, shape = _dtype(tensor), tuple(tensor.shape)
-    if not _has_memory(tensor):
+    if not has_memory(tensor):
         return Stored(dtype, shape, None, origin)
     # torch cannot copy all of its dtypes, but the whole numbers of the same size
     same_size = _WHOLE.get(STORAGE[dtype].code)
@@ -76,15 +77,6 @@ def _dtype(tensor: Tensor) -> str:
     if name not in STORAGE:
         raise ArgumentError(f"a tensor of dtype {name} cannot be stored. Cast it before it is kept, or leave it out.")
     return name
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    if tensor.device.type == "meta":
-        return False
-    try:  # a tensor inside torch.func.vmap or grad has none that can be reached
-        return tensor.untyped_storage() is not None
-    except (RuntimeError, NotImplementedError):
-        return False
 
 
 def _densified(tensor: Tensor) -> Stored:
