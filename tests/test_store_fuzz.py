@@ -249,7 +249,7 @@ def test_accidents(seed: int, original: Path, tmp_path: Path) -> None:
 
 
 def is_part(found: list[Any], events: list[Any]) -> bool:
-    """Whether these are some of the events, and none twice. With events of one writer alone left, their order is other."""
+    """Whether these are some of the events, and none twice; of one writer alone, their order is other."""
     left = [*events]
     for event in found:
         if event not in left:
