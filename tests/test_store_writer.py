@@ -132,6 +132,27 @@ def test_writers_join_and_the_reader_unites_them(tmp_path: Path) -> None:
     assert re.fullmatch(r"recording\.json w00000-[0-9a-f]{6} w00003-[0-9a-f]{6}", " ".join(names))
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"sites": ["b:output"]}, r"with other sites: \['a:output'\] there, \['b:output'\] here\. Choose another name"),
+        ({"structure": "ff"}, "with other modules or parameters: ee there, ff here"),
+    ],
+    ids=["sites", "structure"],
+)
+def test_what_joins_is_of_the_same(other: dict[str, Any], said: str, again: bool, tmp_path: Path) -> None:
+    folder, info = tmp_path / "run", {"sites": ["a:output"], "structure": "ee", "host": "first"}
+    Writer(folder, info=info, modules=MODULES).close()
+    before = files(folder)
+    with pytest.raises(OptionError, match=said):
+        Writer(folder, info=info | other, modules=MODULES, writer=1, again=again)
+    assert files(folder) == before
+    for number, known in enumerate([info | {"host": "second"}, {"sites": ["a:output"]}, {}], start=1):
+        Writer(folder, info=known, modules=MODULES, writer=number, again=again).close()
+    assert len(files(folder)) == len(before) + 3
+
+
 def test_one_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process makes the recording between the look and the rename."""
     folder, make = tmp_path / "run", folders.make_draft
