@@ -21,6 +21,7 @@ from hookline.store.format import BATCH, END, HEAD, EventLine, ModuleInfo, Tenso
 from hookline.store.manifests import (
     lines,
     lines_from,
+    manifest_numbers,
     manifests,
     parse_commit,
     place_of_recording,
@@ -40,6 +41,7 @@ __all__ = [
     "exists",
     "lines",
     "lines_from",
+    "manifest_numbers",
     "manifests",
     "open_recording",
     "parse_commit",
