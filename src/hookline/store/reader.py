@@ -119,6 +119,10 @@ class StoredEvent:
         """Whether its tensors lie on an object store, so that each one that is asked for takes memory."""
         return isinstance(self._shard, RemoteShard)
 
+    def has_data(self, place: int) -> bool:
+        """Whether the tensor at a place among the leaves has elements to read, and not dtype and shape alone."""
+        return self._shard is not None and self._tensors[place].data
+
     def shared(self, place: int) -> Tensor:
         """The tensor at a place among the leaves, not to be written, since others may read the same memory."""
         line = self._tensors[place]
