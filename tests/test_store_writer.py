@@ -75,6 +75,24 @@ def test_a_large_flush_is_cut_into_shards(tmp_path: Path, monkeypatch: pytest.Mo
     assert read(tmp_path / "run") == [*range(10)]
 
 
+def test_a_tensor_is_made_dense_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of an event that begins another shard."""
+    made, dense = list[int](), planned.stored
+
+    def count(tensor: torch.Tensor) -> Any:
+        made.append(int(tensor.sum()))
+        return dense(tensor)
+
+    monkeypatch.setattr(planned, "SHARD_BYTES", 100)
+    monkeypatch.setattr(planned, "stored", count)
+    events = [Event(step, step, "a", "output", 0, 0, (torch.eye(4) * (step + 1)).to_sparse()) for step in range(5)]
+    with Writer(tmp_path / "run", info={}, modules=MODULES) as writer:
+        writer.append(events)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 5
+    assert made == [4, 8, 12, 16, 20]
+    assert [found.value.sum().item() for found in store.open_recording(tmp_path / "run").events] == made
+
+
 def test_many_names_are_cut_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "SHARD_NAMES", 400)
     save(tmp_path / "run", *range(10))
