@@ -286,6 +286,102 @@ def test_a_failed_save_leaves_nothing(url: str) -> None:
     assert objects(url) == {}
 
 
+@pytest.mark.parametrize("error", [FormatError, FileExistsError], ids=["no answer", "asked again"])
+def test_a_save_whose_last_answer_is_lost_is_whole(
+    error: type[Exception], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``recording.json`` has arrived; a client that asks again finds it in its way."""
+    put = Remote.put
+
+    def lose(place: Remote, data: bytes, *, new: bool = False) -> None:
+        put(place, data, new=new)
+        if place.name == layout.HEAD:
+            raise error("no answer")
+
+    monkeypatch.setattr(Remote, "put", lose)
+    told = pytest.raises(FormatError, match="with it the recording is complete")
+    with told if error is FormatError else contextlib.nullcontext():
+        store.save(url, info={}, modules={}, events=[event(0), event(1)])
+    assert [e.value.tolist() for e in store.open_recording(url).events] == [[0.0] * 4, [1.0] * 4]
+    assert store.verify(url).problems == []
+
+
+def test_a_save_that_another_was_faster_than(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = Remote.put
+
+    def late(place: Remote, data: bytes, *, new: bool = False) -> None:
+        if place.name == layout.HEAD:
+            put(place, layout.dump_head({"theirs": 1}, {}))
+        put(place, data, new=new)
+
+    monkeypatch.setattr(Remote, "put", late)
+    with pytest.raises(OptionError, match="a recording of that name exists"):
+        store.save(url, info={}, modules={}, events=[event(0)])
+    monkeypatch.undo()
+    assert [name.rpartition("/")[2] for name in objects(url)] == [layout.HEAD]
+    assert store.open_recording(url).info == {"theirs": 1}
+
+
+def test_what_was_made_for_nothing_is_taken_back(url: str) -> None:
+    """What comes next begins anew, with sites of its own; a recording that somebody has joined stays."""
+    writer = store.Writer(url, info={"sites": ["a:output"]}, modules={})
+    writer.take_back()
+    assert objects(url) == {}
+    first = store.Writer(url, info={"sites": ["b:output"]}, modules={})
+    with pytest.raises(OptionError, match=r"with other sites: .*b:output.* there, .*a:output.* here"):
+        store.Writer(url, info={"sites": ["a:output"]}, modules={}, writer=1)
+    with store.Writer(url, info={"sites": ["b:output"]}, modules={}, writer=1) as second:
+        first.take_back()
+        second.append([event(0)])
+    parts = store.open_recording(url)
+    assert parts.info == {"sites": ["b:output"]} and [e.order for e in parts.events] == [0]
+
+
+@pytest.mark.parametrize("when", ["before it is deleted", "after it is deleted"])
+def test_it_is_joined_while_it_is_taken_back(when: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is second sees what the first has done, and ``recording.json`` is there in the end."""
+    first, delete, put = store.Writer(url, info={"mine": 1}, modules={}), Remote.delete, Remote.put
+
+    def join() -> None:
+        with store.Writer(url, info={"mine": 1}, modules={}, writer=1) as second:
+            second.append([event(0)])
+
+    def meanwhile(place: Remote) -> None:
+        if place.name == layout.HEAD:
+            monkeypatch.undo()
+            join()
+        delete(place)
+
+    def taken_back(place: Remote, data: bytes, *, new: bool = False) -> None:
+        monkeypatch.undo()
+        first.take_back()
+        put(place, data, new=new)
+
+    with monkeypatch.context():
+        if when.startswith("before"):
+            monkeypatch.setattr(Remote, "delete", meanwhile)
+            first.take_back()
+        else:
+            monkeypatch.setattr(Remote, "put", taken_back)
+            join()
+    parts = store.open_recording(url)
+    assert parts.info == {"mine": 1} and [e.order for e in parts.events] == [0]
+
+
+def test_a_start_that_fails_leaves_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = Remote.put
+
+    def refuse(place: Remote, data: bytes, *, new: bool = False) -> None:
+        if place.name == layout.MANIFEST:
+            raise FormatError("refused")
+        put(place, data, new=new)
+
+    monkeypatch.setattr(Remote, "put", refuse)
+    with pytest.raises(FormatError, match="refused"):
+        store.Writer(url, info={}, modules={})
+    assert objects(url) == {}
+
+
 # ---------------------------------------------------------------- damage
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -228,6 +229,54 @@ def test_a_writer_without_its_manifest(folder: Path, tmp_path: Path) -> None:
     assert done.lost == [f"{name}: it has no manifest.jsonl, so 4 shards cannot be read"]
     assert orders(tmp_path / "new") == list(range(8, 16))
     assert not (tmp_path / "new" / name).exists()
+
+
+def cut_up(folder: Path) -> Path:
+    """The lines of the first writer in a manifest each, as on an object store; the folder of that writer."""
+    found = lines(folder)
+    for number, line in enumerate(found):
+        name = "manifest.jsonl" if number == 0 else f"manifest-{number:06d}.jsonl"
+        (manifest(folder).parent / name).write_bytes(line)
+    assert orders(folder) == without()
+    return manifest(folder).parent
+
+
+@pytest.mark.parametrize("gone", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)])
+def test_manifests_that_are_gone(gone: tuple[int, ...], folder: Path, tmp_path: Path) -> None:
+    """What the others name is saved; load and verify name the first that is gone, be it the first of all."""
+    writer = cut_up(folder)
+    names = ["manifest.jsonl", *(f"manifest-{number:06d}.jsonl" for number in (1, 2, 3))]
+    for number in gone:
+        (writer / names[number]).unlink()
+    said = f"{writer.name}/{names[gone[0]]}: this part of the recording is missing. Copy the whole recording again; "
+    with pytest.raises(FormatError, match=re.escape(said) + ".*`hookline repair`"):
+        hookline.load(folder)
+    (problem,) = verify(folder).problems
+    assert said in problem
+    before = contents(folder)
+    done = repair(folder, tmp_path / "new")
+    gaps = {
+        (0, 1): "manifest.jsonl to manifest-000001.jsonl: they are",
+        (1, 2): "manifest-000001.jsonl to manifest-000002.jsonl: they are",
+        (0, 1, 2): "manifest.jsonl to manifest-000002.jsonl: they are",
+    }
+    wanted = [gaps[gone]] if gone in gaps else [f"{names[number]}: it is" for number in gone]
+    assert done.lost == [f"{writer.name}/{gap} missing; what it held cannot be read" for gap in wanted]
+    assert done.left_out == [f"{writer.name}/{number:06d}.safetensors: no line names this shard" for number in gone]
+    assert orders(tmp_path / "new") == without(*gone) and verify(tmp_path / "new").problems == []
+    assert contents(folder) == before
+
+
+def test_a_number_that_no_manifest_has_takes_no_time(folder: Path, tmp_path: Path) -> None:
+    writer = manifest(folder).parent
+    (writer / "manifest-999999999999.jsonl").write_bytes(b"")
+    (writer / "manifest-0000001.jsonl").write_bytes(b"")  # no name that Hookline gives
+    done = repair(folder, tmp_path / "new")
+    assert done.lost == [
+        f"{writer.name}/manifest-000001.jsonl to manifest-999999999998.jsonl: they are missing; what it held cannot be "
+        "read"
+    ]
+    assert orders(tmp_path / "new") == without()
 
 
 def test_a_writer_that_is_a_link(folder: Path, tmp_path: Path) -> None:

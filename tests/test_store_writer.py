@@ -75,6 +75,24 @@ def test_a_large_flush_is_cut_into_shards(tmp_path: Path, monkeypatch: pytest.Mo
     assert read(tmp_path / "run") == [*range(10)]
 
 
+def test_a_tensor_is_made_dense_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of an event that begins another shard."""
+    made, dense = list[int](), planned.stored
+
+    def count(tensor: torch.Tensor) -> Any:
+        made.append(int(tensor.sum()))
+        return dense(tensor)
+
+    monkeypatch.setattr(planned, "SHARD_BYTES", 100)
+    monkeypatch.setattr(planned, "stored", count)
+    events = [Event(step, step, "a", "output", 0, 0, (torch.eye(4) * (step + 1)).to_sparse()) for step in range(5)]
+    with Writer(tmp_path / "run", info={}, modules=MODULES) as writer:
+        writer.append(events)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 5
+    assert made == [4, 8, 12, 16, 20]
+    assert [found.value.sum().item() for found in store.open_recording(tmp_path / "run").events] == made
+
+
 def test_many_names_are_cut_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "SHARD_NAMES", 400)
     save(tmp_path / "run", *range(10))
@@ -130,6 +148,27 @@ def test_writers_join_and_the_reader_unites_them(tmp_path: Path) -> None:
     assert parts.info == {"first": 1}
     names = sorted(path.name for path in folder.iterdir())
     assert re.fullmatch(r"recording\.json w00000-[0-9a-f]{6} w00003-[0-9a-f]{6}", " ".join(names))
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"sites": ["b:output"]}, r"with other sites: \['a:output'\] there, \['b:output'\] here\. Choose another name"),
+        ({"structure": "ff"}, "with other modules or parameters: ee there, ff here"),
+    ],
+    ids=["sites", "structure"],
+)
+def test_what_joins_is_of_the_same(other: dict[str, Any], said: str, again: bool, tmp_path: Path) -> None:
+    folder, info = tmp_path / "run", {"sites": ["a:output"], "structure": "ee", "host": "first"}
+    Writer(folder, info=info, modules=MODULES).close()
+    before = files(folder)
+    with pytest.raises(OptionError, match=said):
+        Writer(folder, info=info | other, modules=MODULES, writer=1, again=again)
+    assert files(folder) == before
+    for number, known in enumerate([info | {"host": "second"}, {"sites": ["a:output"]}, {}], start=1):
+        Writer(folder, info=known, modules=MODULES, writer=number, again=again).close()
+    assert len(files(folder)) == len(before) + 3
 
 
 def test_one_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from hookline.cli.main import main
 from hookline.errors import ArgumentError, FormatError, HooklineError, OptionError, SiteError
 from hookline.record import Recording, columns
 from hookline.record.exact import FORMATS
+from hookline.store import remote_shard
+from hookline.store.remote import Remote
 
 SIZES = (3, 1, 0, 5)
 EXACT = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.uint32, torch.float16, torch.float32, torch.float64]
@@ -519,6 +521,39 @@ def test_values_that_were_not_recorded(tmp_path: Path) -> None:
     rec = recorded(torch.empty(3, device="meta"))
     with pytest.raises(OptionError, match=r"^0:output, output, call 0 of step 0: only dtype and shape were recorded"):
         rec.export(tmp_path / "out", "npz")
+
+
+@pytest.mark.parametrize("to", ["npz", "safetensors", "parquet", "zarr"])
+def test_an_object_store_is_asked_once_for_each_tensor(
+    to: str, tmp_path: Path, zarr: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fsspec")
+    pytest.importorskip("pyarrow")
+    url = f"memory://export/{to}.hookline"
+    rec = recorded(*(torch.randn(5, 7) for _ in range(6)))
+    rec.save(url)
+    rec.export(tmp_path / "wanted", to)
+    asked, read = list[int](), Remote.read
+
+    def count(place: Remote, begin: int, end: int) -> bytes:
+        asked.append(end - begin)
+        return read(place, begin, end)
+
+    back = hookline.load(url)
+    monkeypatch.setattr(Remote, "read", count)
+    monkeypatch.setattr(remote_shard, "_KEPT", 0)
+    remote_shard.recent.forget()
+    back.export(tmp_path / "out", to)
+    assert asked.count(5 * 7 * 4) == 6
+    if to in ("npz", "safetensors"):
+        assert (tmp_path / "out").read_bytes() == (tmp_path / "wanted").read_bytes()
+
+
+def test_values_of_a_recording_on_disk_that_were_not_recorded(tmp_path: Path) -> None:
+    recorded(torch.randn(3), torch.empty(3, device="meta")).save(tmp_path / "run.hookline")
+    with pytest.raises(OptionError, match=r"^0:output, output, call 0 of step 1: only dtype and shape were recorded"):
+        hookline.load(tmp_path / "run.hookline").export(tmp_path / "out", "npz")
+    assert nothing_left(tmp_path) and not (tmp_path / "out").exists()
 
 
 def test_values_with_a_graph(tmp_path: Path) -> None:

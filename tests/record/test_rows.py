@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch.utils.data import DataLoader
 import hookline
 from hookline.errors import ArgumentError, OptionError, SiteError
 from hookline.record import Recording
+from hookline.store import remote_shard
+from hookline.store.remote import Remote
 
 SIZES = (3, 1, 0, 5, 2)
 
@@ -251,6 +254,41 @@ def test_several_shards(tmp_path: Path) -> None:
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(1))
     assert torch.equal(rows[order], whole[order])
     assert [rows.place(row).step for row in range(len(whole))] == whole[:, 0].int().tolist()
+
+
+@pytest.mark.parametrize("kept", [4 << 20, 1 << 19], ids=["several values", "less than a value"])
+def test_rows_of_an_object_store_keep_the_last_values_alone(
+    kept: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each value is asked for once where rows are read in order, and then gives way."""
+    pytest.importorskip("fsspec")
+    url = f"memory://rows/{request.node.callspec.id}.hookline".replace(" ", "-")
+    model, shape = nn.Sequential(nn.Identity()), (16, 16 << 10)  # a MiB
+    with hookline.record(model, "0") as rec:
+        for step in range(24):
+            model(torch.arange(16.0)[:, None].expand(shape) + 100 * step)
+    rec.save(url)
+    del rec
+    monkeypatch.setattr(remote_shard, "_KEPT", kept)
+    rows, asked, read = hookline.load(url).rows("0:output"), list[int](), Remote.read
+    rows[0]  # reads the header of the shard
+    remote_shard.recent.forget()
+
+    def count(place: Remote, begin: int, end: int) -> bytes:
+        asked.append(end - begin)
+        return read(place, begin, end)
+
+    monkeypatch.setattr(Remote, "read", count)
+    tracemalloc.start()
+    try:
+        for number in range(len(rows)):
+            assert rows[number].unique().tolist() == [number % 16 + 100 * (number // 16)]
+        used = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+        remote_shard.recent.forget()
+    assert used < max(kept, 1 << 20) + (1 << 20)
+    assert asked == [1 << 20] * 24
 
 
 def test_rows_are_freed_without_the_garbage_collector() -> None:

@@ -132,18 +132,30 @@ def _row_paths(event: Any) -> list[tuple[int, str]]:
 
 def _leaf(event: Any, place: int, path: str, to: str, bf16: str | None) -> _Leaf:
     where = f"{Site(event.path, event.port)}, {path}, call {event.call} of step {event.step}"
+    dtype, shape, has_data, plain = _kept_form(event, place, where)
+    if not has_data:
+        raise OptionError(f"{where}: only dtype and shape were recorded, there are no values. Leave the site out.")
+    dtype = dtype if path == _paths(event)[place] else "float32"
+    target = target_of(dtype, to, bf16)
+    if target is None:
+        raise refuse(where, dtype, to)
+    return _Leaf(event, place, path, dtype, target, shape, plain)
+
+
+def _kept_form(event: Any, place: int, where: str) -> tuple[str, tuple[int, ...], bool, bool]:
+    """Dtype and shape of a tensor as it is stored, whether it has elements, and whether it is plain as it stands.
+
+    Of a stored event the manifest says it; on an object store, the tensor would have to be downloaded.
+    """
+    if isinstance(event, store.StoredEvent):
+        _, dtype, shape = event.layouts()[place]
+        return str(dtype).removeprefix("torch."), tuple(shape), event.has_data(place), True
     tensor = event.leaf(place)
     try:
         kept = stored(tensor)
     except ArgumentError as error:
         raise OptionError(f"{where}: {error}") from error
-    if kept.data is None:
-        raise OptionError(f"{where}: only dtype and shape were recorded, there are no values. Leave the site out.")
-    dtype = kept.dtype if path == _paths(event)[place] else "float32"
-    target = target_of(dtype, to, bf16)
-    if target is None:
-        raise refuse(where, dtype, to)
-    return _Leaf(event, place, path, dtype, target, kept.shape, kept.converted_from is None)
+    return kept.dtype, kept.shape, kept.data is not None, kept.converted_from is None
 
 
 # ---------------------------------------------------------------- one file of tensors

@@ -23,7 +23,7 @@ from hookline.store import StoredEvent
 __all__ = ["RowPlace", "Rows", "leaf_of"]
 
 _OPEN = 1024
-"""Values that are kept at hand; on disk, each is a view of a mapped file."""
+"""Values that are kept at hand; on disk, each is a view of a mapped file. None of an object store is."""
 _LARGEST_ITEM = 2**31 - 1
 """Bytes of the largest element that every release of NumPy has."""
 
@@ -90,7 +90,9 @@ class Rows(Sequence[Tensor]):
 
     def _forget(self) -> None:
         # of a function that does not hold us, or only the garbage collector could free the values
-        self._value = functools.lru_cache(maxsize=_OPEN)(functools.partial(_read, self._values))
+        read = functools.partial(_read, self._values)
+        far = any(isinstance(event, StoredEvent) and event.is_far for event, _ in self._values)
+        self._value = read if far else functools.lru_cache(maxsize=_OPEN)(read)  # the store keeps the last ones
         self._identity = functools.lru_cache(maxsize=_OPEN)(functools.partial(identity_of, self._values, self.leaf))
         self._spans = Spans(self._values)
 
@@ -357,7 +359,7 @@ class Rows(Sequence[Tensor]):
 
 def _read(values: list[tuple[Any, int]], value: int) -> Tensor:
     event, place = values[value]
-    tensor: Tensor = event.leaf(place)
+    tensor: Tensor = event.shared(place) if isinstance(event, StoredEvent) else event.leaf(place)
     return tensor if tensor.dim() else tensor[None]
 
 

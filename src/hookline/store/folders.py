@@ -22,6 +22,8 @@ from hookline.store.strict_json import fault
 from hookline.store.tensors import write_all
 
 _OTHER_NAME = "Choose another name"
+_SAME = {"sites": "sites", "structure": "modules or parameters"}
+"""What the parts of a recording have in common where it is told, and what to call it."""
 
 
 def place_of(folder: str | os.PathLike[str] | Remote) -> Place:
@@ -93,6 +95,31 @@ def refuse_taken(folder: Path) -> None:
     """Complain when something stands at the place of a new recording."""
     if is_taken(folder):
         raise OptionError(f"{folder}: a recording of that name exists. {_OTHER_NAME}, or pass overwrite=True.")
+
+
+def check_same(folder: Place, head: bytes) -> None:
+    """Complain when a recording that is to be joined is of something else than what joins it.
+
+    Args:
+        folder: The recording.
+        head: What its ``recording.json`` would be, were it made now.
+
+    Raises:
+        OptionError: It has other sites, or its model has other modules or parameters.
+        FormatError: Its ``recording.json`` is damaged.
+    """
+    there, here = (parse_head(text, folder / HEAD)[0] for text in (read_head(folder), head))
+    for name, what in _SAME.items():
+        if name in there and name in here and there[name] != here[name]:
+            raise OptionError(
+                f"{folder}: a recording of that name exists, with other {what}: {_short(there[name])} there, "
+                f"{_short(here[name])} here. {_OTHER_NAME}, or delete it first."
+            )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def check_replaceable(folder: Path) -> None:

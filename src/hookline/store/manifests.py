@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hookline.store import format as layout
@@ -56,17 +56,24 @@ def _check_remote(place: Remote) -> Remote:
 
 
 def writers(folder: Place) -> Iterator[Place]:
-    """The writers' folders that have a manifest, in order; other things in the folder are not ours to judge."""
+    """The writers' folders that have a manifest, be it a later one, in order; other things are not ours to judge."""
     if isinstance(folder, Remote):
         found = (folder / name for name in sorted(folder.children()) if layout.WRITER_NAME.fullmatch(name))
-        yield from (path for path in found if MANIFEST in path.children())
+        yield from (path for path in found if manifest_numbers(path.children()))
         return
     for path in sorted(folder.iterdir()):
         if layout.WRITER_NAME.fullmatch(path.name):
             if path.is_symlink() or not path.is_dir():
                 raise fault(path, "this is not a plain folder", "Copy the recording with its links resolved: cp -rL.")
-            if os.path.lexists(path / MANIFEST):
+            if os.path.lexists(path / MANIFEST) or manifest_numbers(os.listdir(path)):
                 yield path
+
+
+def manifest_numbers(names: Iterable[str]) -> list[int]:
+    """The numbers of the manifests among the names in a writer's folder, in order; 0 is that of the first."""
+    found = {name: layout.LATER_MANIFEST.fullmatch(name) for name in names}
+    numbers = {name: 0 if later is None else int(later[1]) for name, later in found.items()}
+    return sorted(number for name, number in numbers.items() if name == layout.manifest_name(number))
 
 
 def manifests(writer: Place) -> list[Place]:
@@ -78,11 +85,12 @@ def manifests(writer: Place) -> list[Place]:
         FormatError: One of them is missing.
     """
     names = list(writer.children()) if isinstance(writer, Remote) else os.listdir(writer)
-    numbers = sorted(int(found[1]) for found in map(layout.LATER_MANIFEST.fullmatch, names) if found)
-    for wanted, number in enumerate(numbers, start=1):
+    numbers = manifest_numbers(names) or [0]
+    for wanted, number in enumerate(numbers):
         if number != wanted:
-            raise fault(writer / layout.manifest_name(wanted), "this part of the recording is missing")
-    return [writer / layout.manifest_name(number) for number in range(len(numbers) + 1)]
+            advice = "Copy the whole recording again; what is left of it, `hookline repair` saves, on a disk."
+            raise fault(writer / layout.manifest_name(wanted), "this part of the recording is missing", advice)
+    return [writer / layout.manifest_name(number) for number in numbers]
 
 
 def parse_commit(text: bytes, place: layout.Line, seen: set[str]) -> Commit:

@@ -46,14 +46,14 @@ class _Planned(NamedTuple):
         structure: How its value is nested.
         leaves: Value path and tensor of each tensor, as they are.
         tensors: Their stored forms.
-        names: Their names in the shard.
+        names: Their names in the shard; none before it has one.
     """
 
     event: EventLike
     structure: Any
     leaves: Sequence[tuple[str, Tensor]]
     tensors: list[Stored]
-    names: list[str]
+    names: Sequence[str] = ()
 
 
 class Draft:
@@ -87,23 +87,20 @@ class Draft:
         """
         return self.nbytes >= max(_LARGE, _LARGE_EACH * len(self.data))
 
-    def add(self, event: EventLike) -> bool:
-        """Take one more event; False when it should begin another shard.
-
-        Raises:
-            ArgumentError: It holds something that cannot be stored; the draft is as before.
-        """
-        planned = _plan(event, self._taken)
+    def add(self, planned: _Planned) -> bool:
+        """Take one more event; False when it should begin another shard, and then the draft is complete."""
+        prefix = prefix_of(planned.event)
+        names = [unique(prefix + path, self._taken) for path, _ in planned.leaves]
         nbytes, name_size = self.nbytes, self.name_size
-        for name, kept in zip(planned.names, planned.tensors, strict=True):
+        for name, kept in zip(names, planned.tensors, strict=True):
             name_size += len(name) + _NAME_OVERHEAD
             nbytes += kept.nbytes
         if self.events and (nbytes > SHARD_BYTES or name_size > SHARD_NAMES):
             return False
         self.nbytes, self.name_size = nbytes, name_size
-        self.events.append(event)
-        self._waiting.append(planned)
-        together = zip(planned.names, planned.tensors, strict=True)
+        self.events.append(planned.event)
+        self._waiting.append(planned._replace(names=names))
+        together = zip(names, planned.tensors, strict=True)
         self.data += [(name, kept) for name, kept in together if kept.data is not None]
         if len(self._waiting) >= _TOGETHER and not self.is_large:
             self._write_lines()  # while they are in the cache
@@ -168,17 +165,19 @@ def drafts(events: Iterable[EventLike], refused: Refused | None, name: Callable[
     draft = Draft(name())
     for event in events:
         try:
-            if not draft.add(event):
-                yield draft
-                draft = Draft(name())
-                draft.add(event)
+            planned = _plan(event)
         except ArgumentError as error:
             refuse(event, error, refused)
+            continue
+        if not draft.add(planned):
+            yield draft
+            draft = Draft(name())
+            draft.add(planned)
     if draft.events:
         yield draft
 
 
-def _plan(event: EventLike, taken: set[str]) -> _Planned:
+def _plan(event: EventLike) -> _Planned:
     tensors: list[Tensor] = []
     try:
         _check_place(event)
@@ -190,8 +189,7 @@ def _plan(event: EventLike, taken: set[str]) -> _Planned:
     if len(leaves) != len(kept):
         found = f"{_site(event)}: its value has {len(kept)} tensors, its leaves() are {len(leaves)}"
         raise ArgumentError(f"{found}. Make {type(event).__name__}.leaves() give the tensors of its value.")
-    prefix = prefix_of(event)
-    return _Planned(event, structure, leaves, kept, [unique(prefix + path, taken) for path, _ in leaves])
+    return _Planned(event, structure, leaves, kept)
 
 
 def _site(event: EventLike) -> str:

@@ -21,6 +21,7 @@ from hookline.store.format import BATCH, END, HEAD, EventLine, ModuleInfo, Tenso
 from hookline.store.manifests import (
     lines,
     lines_from,
+    manifest_numbers,
     manifests,
     parse_commit,
     place_of_recording,
@@ -28,7 +29,7 @@ from hookline.store.manifests import (
     writers,
 )
 from hookline.store.remote import Place, Remote
-from hookline.store.remote_shard import Shards
+from hookline.store.remote_shard import RemoteShard, Shards
 from hookline.store.shard import Shard, meta_tensor, torch_dtype
 from hookline.store.strict_json import fault
 from hookline.store.structure import ONE_TENSOR, decode
@@ -40,6 +41,7 @@ __all__ = [
     "exists",
     "lines",
     "lines_from",
+    "manifest_numbers",
     "manifests",
     "open_recording",
     "parse_commit",
@@ -111,6 +113,20 @@ class StoredEvent:
     def leaf(self, place: int) -> Tensor:
         """The tensor at a place among the leaves; the others are not touched."""
         return self._tensor(self._tensors[place])
+
+    @property
+    def is_far(self) -> bool:
+        """Whether its tensors lie on an object store, so that each one that is asked for takes memory."""
+        return isinstance(self._shard, RemoteShard)
+
+    def has_data(self, place: int) -> bool:
+        """Whether the tensor at a place among the leaves has elements to read, and not dtype and shape alone."""
+        return self._shard is not None and self._tensors[place].data
+
+    def shared(self, place: int) -> Tensor:
+        """The tensor at a place among the leaves, not to be written, since others may read the same memory."""
+        line = self._tensors[place]
+        return self._shard.shared(line) if isinstance(self._shard, RemoteShard) and line.data else self._tensor(line)
 
     def span(self, place: int) -> tuple[npt.NDArray[np.uint8], int] | None:
         """The bytes of the shard that holds the tensor at a place among the leaves, and where in them it begins.

@@ -31,22 +31,23 @@ class _Recent:
     """Bytes of the tensors that were read last."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._found: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
         self._used = 0
         self._one_at_a_time = threading.Lock()
 
-    def read(self, place: Remote, begin: int, end: int) -> bytes:
+    def read(self, place: Remote, begin: int, end: int, *, of_any_size: bool = False) -> bytearray:
+        """Some bytes of an object, not to be written; of a large tensor they are kept only ``of_any_size``."""
         key = place.url, begin
         with self._one_at_a_time:
             if key in self._found and len(self._found[key]) == end - begin:
                 self._found.move_to_end(key)
                 return self._found[key]
-        data = place.read(begin, end)
+        data = bytearray(place.read(begin, end))
         with self._one_at_a_time:
-            if len(data) <= _KEPT // 4 and key not in self._found:
+            if (of_any_size or len(data) <= _KEPT // 4) and key not in self._found:
                 self._found[key] = data
                 self._used += len(data)
-            while self._used > _KEPT:
+            while self._used > _KEPT and len(self._found) > 1:
                 self._used -= len(self._found.popitem(last=False)[1])
         return data
 
@@ -98,11 +99,22 @@ class RemoteShard(Shard):
         Raises:
             FormatError: The object is damaged or hostile, does not hold that tensor, or cannot be reached.
         """
+        return self._tensor(line, shared=False)
+
+    def shared(self, line: TensorLine) -> Tensor:
+        """The tensor of a manifest line, not to be written: its bytes are kept for whoever asks for it next.
+
+        Raises:
+            FormatError: As for `tensor`.
+        """
+        return self._tensor(line, shared=True)
+
+    def _tensor(self, line: TensorLine, *, shared: bool) -> Tensor:
         dtype, (begin, end) = torch_dtype(line.dtype, self.path), self._place(line)
         if begin == end:
             return torch.frombuffer(bytearray(dtype.itemsize), dtype=dtype)[:0].view(line.shape)
-        data = bytearray(recent.read(self.path, begin, end))
-        return torch.frombuffer(data, dtype=dtype).view(line.shape)
+        found = recent.read(self.path, begin, end, of_any_size=shared)
+        return torch.frombuffer(found if shared else bytearray(found), dtype=dtype).view(line.shape)
 
     def span(self, line: TensorLine) -> None:
         """Nothing: it is not in memory."""

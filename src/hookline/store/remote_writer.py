@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hookline.errors import FormatError, OptionError
 from hookline.store import format as layout
 from hookline.store.appender import Appender, Staged
-from hookline.store.folders import read_head
+from hookline.store.folders import check_same, read_head
 from hookline.store.format import HEAD, MANIFEST, ShardLine, manifest_name, parse_head, writer_prefix
 from hookline.store.remote import Remote
 from hookline.store.remote_shard import put_shard
@@ -132,10 +132,43 @@ def claim(place: Remote, head: bytes, own: str, writer: int, *, again: bool) -> 
         with contextlib.suppress(FileExistsError):  # another process was faster: join it
             (place / HEAD).put(head, new=True)
             made = True
-    if not made and not again and parts_of(place, writer):
-        refuse(place, overwrite=False)
-    (place / own / MANIFEST).put(b"")
+    if not made:
+        if not again and parts_of(place, writer):
+            refuse(place, overwrite=False)
+        check_same(place, head)
+    try:
+        (place / own / MANIFEST).put(b"")
+    except BaseException:
+        take_back(place, own, made=made)
+        raise
+    if not made and (place / HEAD).size() is None:  # who made it has taken it back meanwhile
+        with contextlib.suppress(FileExistsError):
+            (place / HEAD).put(head, new=True)
     return made
+
+
+def take_back(place: Remote, own: str, *, made: bool) -> None:
+    """Delete what a writer has put, as far as that is possible, with a recording that was made for it alone.
+
+    Somebody who joins it meanwhile puts a part and then looks for ``recording.json``; here it is the other way round,
+    so that one of both puts it back.
+    """
+    remove(place, own)
+    if made:
+        with contextlib.suppress(FormatError, FileNotFoundError, FileExistsError):
+            if [*place.children()] == [HEAD]:
+                head = read_head(place)
+                (place / HEAD).delete()
+                if place.children():
+                    (place / HEAD).put(head, new=True)
+
+
+def arrived(place: Remote, head: bytes, names: Iterable[str]) -> bool:
+    """Whether the ``recording.json`` that is there belongs to these writers' folders and to nothing else.
+
+    A client that asks again when an answer is lost finds its own object in its way.
+    """
+    return set(place.children()) == {HEAD, *names} and read_head(place) == head
 
 
 def remove(place: Remote, own: str) -> None:

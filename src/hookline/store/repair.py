@@ -159,12 +159,13 @@ class _Salvage:
         shards = [name for name in files if layout.SHARD_NAME.fullmatch(name)]
         self.left_out += [f"{old.name}/{name}: an unfinished shard" for name in files if _is_draft(name)]
         self.left_out += [f"{old.name}/{name}: an unfinished {END}" for name in files if name == f".{END}.tmp"]
-        if MANIFEST not in files:
+        manifests = self._manifests(old, files)
+        if not manifests:
             if shards or END in files:
                 self.lost.append(f"{old.name}: it has no {MANIFEST}, so {len(shards)} shards cannot be read")
             return
         named: set[str] = set()
-        kept = self._lines(old, named)
+        kept = self._lines(old, manifests, named)
         self.left_out += [f"{old.name}/{name}: no line names this shard" for name in shards if name not in named]
         new = self._draft / old.name
         new.mkdir()
@@ -224,11 +225,21 @@ class _Salvage:
         text = strict_json.seal(strict_json.COMPACT.encode(entry))
         return _Whole(layout.parse_commit(text, whole.place), text, whole.place)
 
-    def _lines(self, old: Path, named: set[str]) -> list[_Whole]:
+    def _manifests(self, old: Path, files: list[str]) -> list[Path]:
+        """The manifests that are there, in order; the gaps between them are noted."""
+        numbers = reader.manifest_numbers(files)
+        for before, number in itertools.pairwise([-1, *numbers]):
+            if number - before > 1:
+                first, last = layout.manifest_name(before + 1), layout.manifest_name(number - 1)
+                gap = f"{first}: it is" if first == last else f"{first} to {last}: they are"
+                self.lost.append(f"{old.name}/{gap} missing; {UNREAD}")
+        return [old / layout.manifest_name(number) for number in numbers]
+
+    def _lines(self, old: Path, manifests: list[Path], named: set[str]) -> list[_Whole]:
         """The commits that are whole; ``named`` gets the shards that any line names."""
         seen: set[str] = set()
         kept = []
-        for place, text in itertools.chain.from_iterable(map(self._read, reader.manifests(old))):
+        for place, text in itertools.chain.from_iterable(map(self._read, manifests)):
             try:
                 commit = reader.parse_commit(text, place, seen)
             except FormatError as error:

@@ -44,7 +44,7 @@ class Writer:
         quota: Most bytes on disk for the shards and the manifest of this part.
 
     Raises:
-        OptionError: The recording exists, with a part of that writer.
+        OptionError: The recording exists, with a part of that writer, or of other sites or another model.
         FormatError: Something else stands there, or the place cannot be written to.
         ArgumentError: ``info`` is not JSON.
     """
@@ -165,7 +165,7 @@ class Writer:
         if not self._appender.is_empty:
             return
         if isinstance(self.part, Remote):
-            remote_writer.remove(self.part.parent, self.part.name)
+            remote_writer.take_back(self.part.parent, self.part.name, made=self._made)
             return
         folders.remove(self.part)
         if self._made:
@@ -253,13 +253,22 @@ def _save_remote(
         for number, own in names.items():
             (place / own / MANIFEST).put(b"")
             _append_all(RemoteAppender(place / own), parts.get(number, []))
-        (place / HEAD).put(head, new=True)
-    except BaseException as error:
+    except BaseException:
         for own in names.values():
             remote_writer.remove(place, own)
-        if isinstance(error, FileExistsError):  # another process was faster
-            remote_writer.refuse(place, overwrite=False)
         raise
+    try:
+        (place / HEAD).put(head, new=True)
+    except FileExistsError:
+        if not remote_writer.arrived(place, head, names.values()):  # another process was faster
+            for own in names.values():
+                remote_writer.remove(place, own)
+            remote_writer.refuse(place, overwrite=False)
+    except FormatError as error:  # it may arrive all the same, so the parts stay
+        raise FormatError(
+            f"{error} Nobody knows whether {HEAD} is there: with it the recording is complete; without it, delete what "
+            f"lies under {place} and save again."
+        ) from error
 
 
 def _appender(part: Place, quota: int | None) -> Appender:
@@ -314,6 +323,7 @@ def _claim(folder: Path, head: bytes, own: str, writer: int, *, again: bool = Fa
                 raise  # otherwise another process was faster: join it
     if not again and folders.parts_of(folder, writer):
         folders.refuse_taken(folder)
+    folders.check_same(folder, head)
     folders.add_writer(folder, own)
     return False
 
