@@ -104,9 +104,7 @@ def test_reduce_gets_the_rows_and_loses_them_when_it_makes_others() -> None:
     assert shapes == [(int(mask.sum()), WIDTH)] and rec.rows("mix:output").identity()["id"].numel() == mask.sum()
     with hookline.record(net, "mix", reduce=lambda t: t.mean(0)) as rec, rec.batch(ids=ids, mask=mask):
         net(tokens)
-    with pytest.raises(
-        SiteError, match=r"^mix:output, .* has the shape \[5\], its batch was told of 4 ids"
-    ):
+    with pytest.raises(SiteError, match=r"^mix:output, .* has the shape \[5\], its batch was told of 4 ids"):
         rec.rows("mix:output").identity()
 
 

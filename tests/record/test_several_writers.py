@@ -107,9 +107,7 @@ def test_ids_that_do_not_fit(tmp_path: Path) -> None:
             with pytest.raises(ArgumentError, match=message):
                 rec.batch(ids=ids)
         for tokens in ([[1], [2, 3]], [["a"], ["b"]]):
-            with pytest.raises(
-                ArgumentError, match=r"^tokens: got .* list, wanted whole numbers or bools, a line"
-            ):
+            with pytest.raises(ArgumentError, match=r"^tokens: got .* list, wanted whole numbers or bools, a line"):
                 rec.batch(ids=[1, 2], tokens=tokens)
         with rec.batch(ids=[1, 2, 3]):
             net(torch.ones(8, 2))
