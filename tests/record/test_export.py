@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +46,6 @@ def recorded(*values: Any, **options: Any) -> Recording:
         for value in values:
             model(value)
     return rec
-
-
-@pytest.fixture(params=["memory", "disk"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    def put(rec: Recording) -> Recording:
-        if request.param == "memory":
-            return rec
-        rec.save(tmp_path / "run.hookline")
-        return hookline.load(tmp_path / "run.hookline")
-
-    return put
-
-
-@pytest.fixture
-def zarr() -> Iterator[Any]:
-    """The package, whose thread is ended before the guard looks for threads."""
-    package = pytest.importorskip("zarr", minversion="3")
-    yield package
-    package.core.sync.cleanup_resources()
 
 
 def npz(path: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +71,6 @@ def recorded(place: str, tmp_path: Path) -> Any:
         return hookline.load(tmp_path / "run.hookline")
 
     return record
-
-
-@pytest.fixture
-def zarr() -> Iterator[Any]:
-    """The package, whose thread is ended before the guard looks for threads."""
-    package = pytest.importorskip("zarr", minversion="3")
-    yield package
-    package.core.sync.cleanup_resources()
 
 
 # ---------------------------------------------------------------- how far off

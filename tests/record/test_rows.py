@@ -35,17 +35,6 @@ def recorded(dtype: torch.dtype = torch.float32) -> tuple[Recording, Tensor]:
     return rec, torch.cat(values)
 
 
-@pytest.fixture(params=["memory", "disk"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    def put(rec: Recording) -> Recording:
-        if request.param == "memory":
-            return rec
-        rec.save(tmp_path / "run.hookline")
-        return hookline.load(tmp_path / "run.hookline")
-
-    return put
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
 )

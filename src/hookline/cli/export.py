@@ -20,6 +20,7 @@ from hookline.record import load
 from hookline.record.exact import BF16, FORMATS
 from hookline.record.export import export
 from hookline.report.text import plural, size_text
+from hookline.store.folders import size_of
 
 __all__ = ["main", "parser"]
 
@@ -49,11 +50,6 @@ def main(argv: Sequence[str], *, own_process: bool) -> int:
     """
     given = parser().parse_args(argv)
     count = export(load(given.folder), given.output, given.to, sites=given.sites or "**", bf16=given.bf16)
-    size = size_text(_size(Path(given.output)))
+    size = size_text(size_of(Path(given.output)))
     print(encodable(f"hookline: {plural(count, 'tensor')} -> {given.output} ({size})"), file=sys.stderr)
     return 0
-
-
-def _size(path: Path) -> int:
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)

@@ -24,6 +24,7 @@ from hookline.report.fates import render
 from hookline.report.text import plural, size_text
 from hookline.sites import Site
 from hookline.store import check_free
+from hookline.store.folders import size_of
 
 __all__ = ["Session"]
 
@@ -232,7 +233,7 @@ class Session:
     def _result(self) -> str:
         if isinstance(self.sink, Sink) and self.sink.exists:
             counts = f"{plural(self.sink.events, 'event')} of {plural(len(self.sink.steps), 'step')}"
-            return f"{counts} -> {self._shown} ({size_text(_size(self._folder))})"
+            return f"{counts} -> {self._shown} ({size_text(size_of(self._folder))})"
         what = "no module that was called has a chosen site" if self._any_called else "no module was called"
         return f"{what}, so there is {'nothing to plan' if self.options.dry else 'no recording'}."
 
@@ -245,7 +246,3 @@ def _checked(place: Path, overwrite: bool) -> Path:
         advice = "Choose another name with -o, or replace it with --overwrite"
         raise OptionError(f"a recording {place} exists already. {advice}.") from error
     return place.absolute()
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -58,6 +58,15 @@ class Event:
     def span(self, place: int) -> None:
         """None: to hand out a pointer to a tensor's memory would make a copy-on-write snapshot real."""
 
+    @property
+    def is_far(self) -> bool:
+        """False: its tensors are in memory."""
+        return False
+
+    def shared(self, place: int) -> Tensor:
+        """The same as ``leaf``."""
+        return self.leaf(place)
+
     def layouts(self) -> list[tuple[str, torch.dtype, torch.Size]]:
         """Value path, dtype and shape of each tensor in the value."""
         return [(path, leaf.dtype, leaf.shape) for path, leaf in self.leaves()]

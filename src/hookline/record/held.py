@@ -59,16 +59,19 @@ def sharing(over: list[Held], together: Together, target: int) -> Iterator[list[
         target: Bytes of a shard, about.
     """
     some: list[Held] = []
+    nbytes = 0
     for held in over:
-        alone = held.staged.nbytes > 0
-        full = bool(some) and sum(one.nbytes for one in some) + held.nbytes > target
-        if some and (alone or (full and held.step not in together.get(some[-1].step, ()))):
+        if held.staged.nbytes:
+            if some:
+                yield some
+            yield [held]
+            some, nbytes = [], 0
+            continue
+        if some and nbytes + held.nbytes > target and held.step not in together.get(some[-1].step, ()):
             yield some
-            some = []
+            some, nbytes = [], 0
         some.append(held)
-        if alone:
-            yield some
-            some = []
+        nbytes += held.nbytes
     if some:
         yield some
 

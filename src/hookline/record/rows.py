@@ -18,7 +18,6 @@ from hookline.record.spans import Spans, groups
 from hookline.report.text import plural
 from hookline.sites import Site
 from hookline.spelling import kind
-from hookline.store import StoredEvent
 
 __all__ = ["RowPlace", "Rows", "leaf_of"]
 
@@ -84,14 +83,12 @@ class Rows(Sequence[Tensor]):
         self._begins = self._ends - np.array(counts, dtype=np.int64)
         self.shape = torch.Size((int(self._ends[-1]), *shape[1:]))
         self._row_size = self.dtype.itemsize * self.shape[1:].numel()
-        # in memory, handing out a pointer would make a copy-on-write snapshot real
-        self._stored = all(isinstance(event, StoredEvent) for event, _ in self._values)
         self._forget()
 
     def _forget(self) -> None:
         # of a function that does not hold us, or only the garbage collector could free the values
         read = functools.partial(_read, self._values)
-        far = any(isinstance(event, StoredEvent) and event.is_far for event, _ in self._values)
+        far = any(event.is_far for event, _ in self._values)
         self._value = read if far else functools.lru_cache(maxsize=_OPEN)(read)  # the store keeps the last ones
         self._identity = functools.lru_cache(maxsize=_OPEN)(functools.partial(identity_of, self._values, self.leaf))
         self._spans = Spans(self._values)
@@ -302,7 +299,7 @@ class Rows(Sequence[Tensor]):
         self, start: int, stop: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
         """Where the rows of several values lie, with their sizes in bytes; None for one value or no data."""
-        if not self._stored or start >= stop:
+        if start >= stop:
             return None
         first, last = self._find(start)[0], self._find(stop - 1)[0] + 1
         if last - first == 1:
@@ -359,7 +356,7 @@ class Rows(Sequence[Tensor]):
 
 def _read(values: list[tuple[Any, int]], value: int) -> Tensor:
     event, place = values[value]
-    tensor: Tensor = event.shared(place) if isinstance(event, StoredEvent) else event.leaf(place)
+    tensor: Tensor = event.shared(place)
     return tensor if tensor.dim() else tensor[None]
 
 

@@ -50,6 +50,12 @@ def names_in(folder: Place) -> list[str]:
     return list(folder.children()) if isinstance(folder, Remote) else os.listdir(folder)
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def read_head(folder: Place) -> bytes:
     """The text of ``recording.json``.
 

@@ -9,6 +9,7 @@ from hookline.errors import FormatError
 from hookline.store import format as layout
 from hookline.store import strict_json
 from hookline.store.format import BATCH, PORTS, EventLine
+from hookline.store.names import site_name
 
 UNREAD = "what it held cannot be read"
 _MOST_NAMED = 5
@@ -33,7 +34,7 @@ def counted(places: list[tuple[Any, Any, Any]]) -> str:
     """How many events, of which steps and sites."""
     if not places:
         return "no events"
-    sites = list(dict.fromkeys(site(path, port) for path, port, _ in places))
+    sites = list(dict.fromkeys(site_name(path, port) for path, port, _ in places))
     more = f" and {len(sites) - _MOST_NAMED} more sites" if len(sites) > _MOST_NAMED else ""
     steps = sorted({step for _, _, step in places})
     span = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
@@ -44,11 +45,6 @@ def counted(places: list[tuple[Any, Any, Any]]) -> str:
 def where(place: layout.Line) -> str:
     """Where a line stands, as seen from the recording."""
     return f"{place.manifest.parent.name}/{place.manifest.name}, line {place.number}"
-
-
-def site(path: str, port: str) -> str:
-    """A site as it is written."""
-    return f"{path or '(root)'}:{port}"
 
 
 def sites_of(said: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,12 @@ class _Placed(Protocol):
 def prefix_of(event: _Placed) -> str:
     """How the names of all tensors of an event begin: ``3/encoder.0:grad_output/0.b1/``."""
     call = f"{event.call}.b{event.backward}" if event.backward else f"{event.call}"
-    return f"{event.step}/{event.path or '(root)'}:{event.port}/{call}/"
+    return f"{event.step}/{site_name(event.path, event.port)}/{call}/"
+
+
+def site_name(path: str, port: str) -> str:
+    """A site as it is written, of any path and port: a damaged file may have others than a model has."""
+    return f"{path or '(root)'}:{port}"
 
 
 def unique(name: str, names: set[str]) -> str:

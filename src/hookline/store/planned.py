@@ -14,7 +14,7 @@ from hookline.store import format as layout
 from hookline.store.dump import dump_event
 from hookline.store.event_like import EventLike
 from hookline.store.format import BATCH, PORTS, EventLine, TensorLine
-from hookline.store.names import prefix_of, unique
+from hookline.store.names import prefix_of, site_name, unique
 from hookline.store.strict_json import LARGEST
 from hookline.store.structure import encode
 from hookline.store.tensors import Stored, stored
@@ -184,16 +184,16 @@ def _plan(event: EventLike) -> _Planned:
         structure = encode(event.value, tensors)
         kept = [stored(tensor) for tensor in tensors]
     except ArgumentError as error:
-        raise ArgumentError(f"{_site(event)}, call {event.call} of step {event.step}: {error}") from error
+        raise ArgumentError(
+            f"{site_name(event.path, event.port)}, call {event.call} of step {event.step}: {error}"
+        ) from error
     leaves = event.leaves()
     if len(leaves) != len(kept):
-        found = f"{_site(event)}: its value has {len(kept)} tensors, its leaves() are {len(leaves)}"
+        found = (
+            f"{site_name(event.path, event.port)}: its value has {len(kept)} tensors, its leaves() are {len(leaves)}"
+        )
         raise ArgumentError(f"{found}. Make {type(event).__name__}.leaves() give the tensors of its value.")
     return _Planned(event, structure, leaves, kept)
-
-
-def _site(event: EventLike) -> str:
-    return f"{event.path or '(root)'}:{event.port}"
 
 
 def _check_place(event: EventLike) -> None:

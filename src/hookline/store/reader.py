@@ -28,6 +28,7 @@ from hookline.store.manifests import (
     writer_number,
     writers,
 )
+from hookline.store.names import site_name
 from hookline.store.remote import Place, Remote
 from hookline.store.remote_shard import RemoteShard, Shards
 from hookline.store.shard import Shard, meta_tensor, torch_dtype
@@ -168,7 +169,8 @@ class StoredEvent:
         return self._shard.tensor(line)
 
     def __repr__(self) -> str:
-        return f"<StoredEvent {self.order}: {self.path or '(root)'}:{self.port}, call {self.call} of step {self.step}>"
+        site = site_name(self.path, self.port)
+        return f"<StoredEvent {self.order}: {site}, call {self.call} of step {self.step}>"
 
 
 def stored_events(

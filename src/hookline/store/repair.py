@@ -25,7 +25,8 @@ from hookline.store.format import (
     parse_end,
     parse_head,
 )
-from hookline.store.loss import UNREAD, counted, guess, held, site, sites_of, where
+from hookline.store.loss import UNREAD, counted, guess, held, sites_of, where
+from hookline.store.names import site_name
 from hookline.store.remote import Place, refuse_remote
 from hookline.store.shard import open_regular
 from hookline.store.strict_json import fault
@@ -145,7 +146,7 @@ class _Salvage:
     def _new_head(self) -> bytes:
         found = dict.fromkeys([*self.asked, *self.sites])
         paths = dict.fromkeys(path for path, _ in found)
-        sites = [site(path, port) for path, port in found]
+        sites = [site_name(path, port) for path, port in found]
         info = {"sites": sites, "repaired": f"{HEAD} was damaged and has been made anew from the events"}
         return dump_head(info, {path: ModuleInfo("", 0) for path in paths})
 
