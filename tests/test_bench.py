@@ -235,6 +235,15 @@ def test_the_memory_of_a_recording_is_measured(tmp_path: Path) -> None:
     assert found.status == int(more > 406)
 
 
+def test_the_statistics_of_tensors_are_measured(tmp_path: Path) -> None:
+    found = printed("summaries.py", tmp_path)
+    assert len(found.lines) == 9
+    assert [line.target for line in found.lines if "float32" in line.what] == (
+        ["at most 1.6", "at least 40"] * 2 + ["at most 10"]
+    )
+    assert all(float(line.value.split()[0]) > 0 for line in found.lines)
+
+
 # ---------------------------------------------------------------- the parts
 
 

@@ -19,27 +19,39 @@ from hypothesis.extra import numpy as nps
 from torch import Tensor
 
 from hookline.errors import ArgumentError, FormatError
-from hookline.stats import Summary, compute, merge, summarize, summarize_all
+from hookline.stats import Summary, compute, merge, native, summarize, summarize_all
 from hookline.stats import pieces as pieces_module
 from hookline.stats.pieces import pieces
 
 NAN, INF = math.nan, math.inf
 NUMBERS = ("mean", "std", "min", "max", "l2")
+COUNTS = ("numel", "nan", "inf", "neg_inf", "zeros", "subnormal")
 
 
-def expected(values: Any) -> Summary:
-    """The definition, by numpy."""
+@pytest.fixture(autouse=True, params=["kernel", "plain"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Everything holds with the C kernel and in plain torch operations."""
+    if request.param == "plain":
+        monkeypatch.setattr(native, "_kernel", None)
+    else:
+        assert native.available(), "the kernel was not built: python hatch_build.py says why"
+    return str(request.param)
+
+
+def expected(values: Any, smallest: float = 0.0) -> Summary:
+    """The definition, by numpy; ``smallest`` is the smallest normal number of the dtype."""
     x = np.asarray(values)
     x = np.abs(x) if np.iscomplexobj(x) else x.astype(np.float64)
     x = x.ravel()
     f = x[np.isfinite(x)]
     numbers = (f.mean(), f.std(), f.min(), f.max(), np.sqrt((f * f).sum())) if f.size else (NAN,) * 5
-    counts = (int(np.isnan(x).sum()), int(np.isinf(x).sum()), int((x == 0).sum()))
-    return Summary(x.size, *(float(number) for number in numbers), *counts)
+    counts = (np.isnan(x), np.isinf(x), x == -INF, x == 0, (np.abs(x) < smallest) & (x != 0))
+    return Summary(x.size, *(float(number) for number in numbers), *(int(count.sum()) for count in counts))
 
 
 def assert_close(got: Summary, want: Summary, rel: float = 1e-12) -> None:
-    assert (got.numel, got.nan, got.inf, got.zeros) == (want.numel, want.nan, want.inf, want.zeros)
+    for name in COUNTS:
+        assert getattr(got, name) == getattr(want, name), name
     for name in NUMBERS:
         assert getattr(got, name) == pytest.approx(getattr(want, name), rel=rel, abs=1e-300, nan_ok=True), name
 
@@ -127,7 +139,7 @@ def test_empty_has_no_statistics() -> None:
 
 
 def test_scalar() -> None:
-    assert summarize(torch.tensor(-3.0)) == Summary(1, -3.0, 0.0, -3.0, -3.0, 3.0, 0, 0, 0)
+    assert summarize(torch.tensor(-3.0)) == Summary(1, -3.0, 0.0, -3.0, -3.0, 3.0, 0, 0, 0, 0, 0)
 
 
 def test_nothing_finite() -> None:
@@ -235,6 +247,7 @@ def test_pieces_are_small_views_that_hold_every_element_once() -> None:
 
 
 def test_a_large_tensor_is_never_upcast_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_kernel", None)
     seen: list[int] = []
     real = compute.as_float64
     monkeypatch.setattr(compute, "as_float64", lambda piece: seen.append(piece.numel()) or real(piece))
@@ -340,6 +353,8 @@ def test_inside_vmap_only_the_size_is_known() -> None:
 
 
 def test_an_error_of_the_device_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_kernel", None)
+
     def fail() -> Tensor:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
@@ -462,11 +477,11 @@ def test_json_round_trip(values: list[float]) -> None:
 
 
 def test_json_words() -> None:
-    fields = Summary(4, NAN, INF, -INF, 1.0, 2.0, 1, 2, 0).to_dict()
+    fields = Summary(4, NAN, INF, -INF, 1.0, 2.0, 1, 2, 1, 0, 0).to_dict()
     assert (fields["mean"], fields["std"], fields["min"], fields["max"]) == ("nan", "inf", "-inf", 1.0)
 
 
-GOOD = Summary(4, 1.0, 0.5, 0.0, 2.0, 3.0, 0, 0, 1).to_dict()
+GOOD = Summary(4, 1.0, 0.5, 0.0, 2.0, 3.0, 0, 0, 0, 1, 0).to_dict()
 
 
 @pytest.mark.parametrize(
@@ -481,7 +496,8 @@ GOOD = Summary(4, 1.0, 0.5, 0.0, 2.0, 3.0, 0, 0, 1).to_dict()
         ({"mean": [1.0]}, "'mean' must be a number"),
         ({"mean": NAN}, "'mean' must be a number"),
         ({"mean": 10**400}, "'mean' must be a number"),
-        ({"zeros": 5}, "more NaN, Inf and zero elements than its numel"),
+        ({"zeros": 5}, "more NaN, Inf, zero and subnormal elements than its numel"),
+        ({"neg_inf": 1}, "more -Inf than Inf elements"),
         ({"extra": 1}, r"missing \[\], unknown \['extra'\]"),
     ],
 )

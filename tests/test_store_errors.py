@@ -185,9 +185,15 @@ LINES: dict[str, dict[str, Any]] = {
     '"data" has to be true or false': dict(tensor={"data": 1}),
     '"numel" has to be a whole number from 0 to 2**63 - 1, it is missing': dict(tensor={"summary": {}}),
     '"summary" has to be an object or null, it is 3': dict(tensor={"summary": 3}),
-    '"summary" counts more NaN, infinite and zero elements than 6, its "numel"': dict(
+    '"summary" counts more NaN, infinite, zero and subnormal elements than 6, its "numel"': dict(
         tensor={
-            "summary": {"numel": 6, "nan": 3, "inf": 3, "zeros": 1}
+            "summary": {"numel": 6, "nan": 3, "inf": 3, "neg_inf": 0, "zeros": 0, "subnormal": 1}
+            | dict.fromkeys(("mean", "std", "min", "max", "l2"), 0.5)
+        }
+    ),
+    '"summary" counts more -inf than infinite elements, 2 and 1': dict(
+        tensor={
+            "summary": {"numel": 6, "nan": 3, "inf": 1, "neg_inf": 2, "zeros": 0, "subnormal": 0}
             | dict.fromkeys(("mean", "std", "min", "max", "l2"), 0.5)
         }
     ),

@@ -18,7 +18,7 @@ from hookline.store.format import EventLine, TensorLine
 
 COUNT = st.integers(0, 2**63 - 1)
 SUMMARY = st.fixed_dictionaries(
-    {name: COUNT for name in ("numel", "nan", "inf", "zeros")}
+    {name: COUNT for name in ("numel", "nan", "inf", "neg_inf", "zeros", "subnormal")}
     | {name: st.floats() for name in ("mean", "std", "min", "max", "l2")}
 )
 TENSOR = st.builds(

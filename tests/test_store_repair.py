@@ -332,13 +332,18 @@ def test_any_flipped_bit(folder: Path, tmp_path: Path) -> None:
     for number in range(60):
         path = pick.choice(files(folder))
         whole = path.read_bytes()
-        flip(path, pick.randrange(len(whole)))
+        place = pick.randrange(len(whole))
+        flip(path, place)
         new = tmp_path / f"new{number}"
         done = repair(folder, new)
         head = path.name == "recording.json"
-        # a newline that is gone joins two lines, or makes the last one an unfinished one
-        assert done.events == 16 if head else 12 <= done.events <= 14, path
-        assert done.lost or done.left_out
+        # A line whose checksum is no checksum any more is taken as one without: nothing of it is lost.
+        if path.suffix == ".jsonl" and b'"crc"' in whole[max(0, place - 20) : place + 8]:
+            assert 14 <= done.events <= 16, (path, done)
+        else:
+            # a newline that is gone joins two lines, or makes the last one an unfinished one
+            assert done.events == 16 if head else 12 <= done.events <= 14, (path, done)
+            assert done.lost or done.left_out
         assert len(orders(new)) == done.events and verify(new).problems == []
         path.write_bytes(whole)
     assert repair(folder, tmp_path / "last") == (8, 16, [], [])
@@ -567,7 +572,8 @@ def test_any_flipped_bit_of_what_a_recorder_wrote(model: Tagger, tmp_path: Path)
     for number in range(60):
         path = pick.choice(files(tmp_path / "run"))
         whole = path.read_bytes()
-        flip(path, pick.randrange(len(whole)))
+        place = pick.randrange(len(whole))
+        flip(path, place)
         new = tmp_path / f"new{number}"
         done = repair(tmp_path / "run", new)
         assert done.lost or done.left_out

@@ -7,6 +7,7 @@ way.
 from __future__ import annotations
 
 import ast
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -539,6 +540,25 @@ def test_the_whole_of_a_batched_gradient_is_found() -> None:
     batch = torch.arange(6, dtype=torch.float64).view(2, 3)
     torch.autograd.grad(y, x, batch, is_grads_batched=True)
     assert equal(seen, [batch]) and torch_private.older_full_batch(batch) is batch
+
+
+def test_the_address_of_a_tensor_leaves_a_snapshot_lazy() -> None:
+    tensor = torch.randn(10, 4)
+    assert torch_private.address(tensor) == tensor.data_ptr()
+    assert torch_private.address(tensor[3:, 1:]) == tensor[3:, 1:].data_ptr()
+    copy = torch_private.lazy_clone(tensor)
+    assert copy is not None
+    assert torch_private.address(copy) and torch._C._is_cow_tensor(copy)
+    assert torch_private.address(torch.eye(2).to_sparse()) is None
+    seen: list[int | None] = []
+    vmap(lambda row: seen.append(torch_private.address(row)) or row)(tensor)
+    assert seen == [None]
+
+
+def test_the_threads_of_torch_are_found() -> None:
+    found = torch_private.openmp_parallel()
+    if sys.platform == "linux" and "openmp" in torch.__config__.parallel_info().lower():
+        assert found, "torch's wheels for Linux have libgomp in torch/lib; where is it now?"
 
 
 def test_a_compiled_module_is_told() -> None:

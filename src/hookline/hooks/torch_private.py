@@ -6,6 +6,9 @@ changes one of them. Nothing else in Hookline touches ``torch._C`` or an undersc
 
 from __future__ import annotations
 
+import ctypes
+import glob
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -141,6 +144,36 @@ def sequence_number(node: Any) -> int:
     """The number that an autograd node got when it was made, rising within a thread. Needs ``_sequence_nr`` (1.8)."""
     number: int = node._sequence_nr()
     return number
+
+
+def address(tensor: Tensor) -> int | None:
+    """Address of a tensor's first element on its device; None for what has no memory of its own.
+
+    Needs ``torch._C._data_address`` (2.1), which leaves a copy-on-write snapshot as it is. Without it ``data_ptr``,
+    which makes a copy of one.
+    """
+    try:
+        where: int = _C._data_address(tensor)
+    except AttributeError:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None
+    return where + int(tensor.storage_offset()) * tensor.element_size() if where else 0
+
+
+def openmp_parallel() -> int | None:
+    """Address of ``GOMP_parallel`` of the OpenMP library that torch computes with; None where there is none.
+
+    Its threads are torch's own: a second library would have threads that fight them for the cores. Needs libgomp in
+    torch's folder ``lib``, as in the wheels for Linux.
+    """
+    for path in sorted(glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp*.so*"))):
+        try:
+            library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD)  # only if torch has loaded it
+            return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None
 
 
 def storage_id(tensor: Tensor) -> int | None:

@@ -19,10 +19,12 @@ _TYPES = {
     **dict.fromkeys(("leaf", "dtype", "shape"), "text"),
     "numel": "int",
     **dict.fromkeys(("mean", "std", "min", "max", "l2"), "float"),
-    **dict.fromkeys(("nan", "inf", "zeros"), "count"),
+    **dict.fromkeys(("nan", "inf", "neg_inf", "zeros", "subnormal"), "count"),
     "nbytes": "int",
 }
 """The columns, and what stands in them; a count is missing where no statistics were recorded."""
+
+_STATISTICS = ("mean", "std", "min", "max", "l2", "nan", "inf", "neg_inf", "zeros", "subnormal")
 
 
 def to_pandas(events: Iterable[Any]) -> Any:
@@ -65,8 +67,8 @@ def _lines(event: Any) -> Iterator[tuple[Any, ...]]:
 
 def _statistics(found: Summary | None) -> tuple[Any, ...]:
     if found is None:
-        return (*(None,) * 5, *(None,) * 3)
-    return found.mean, found.std, found.min, found.max, found.l2, found.nan, found.inf, found.zeros
+        return (None,) * len(_STATISTICS)
+    return tuple(getattr(found, name) for name in _STATISTICS)
 
 
 def _layouts(event: Any) -> list[tuple[str, Any, Any, int]]:

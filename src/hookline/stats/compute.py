@@ -1,4 +1,7 @@
-"""Computing statistics, in plain torch operations: right for every dtype, layout and size.
+"""Computing statistics: right for every dtype, layout and size.
+
+On the CPU the C kernel does it in one read; see ``native``. What follows is for what the kernel does not take, and for
+where there is none: plain torch operations, which are also what the kernel is held against.
 
 A tensor is read in chunks. Each is summarized in float64 on the tensor's device, and the summaries are merged by the
 parallel formula, so no float64 copy of the whole tensor ever exists. Small tensors of one kind are summarized together,
@@ -18,10 +21,11 @@ import torch
 from torch import Tensor
 
 from hookline.errors import ArgumentError
+from hookline.stats import native
 from hookline.stats.pieces import as_float64, has_memory, pieces
 from hookline.stats.summary import Summary, merge, unknown
 
-__all__ = ["summarize", "summarize_all"]
+__all__ = ["row_of", "summarize", "summarize_all"]
 
 _SMALL = 1 << 12
 """Elements up to which tensors are summarized together: beyond, the operations themselves take the time."""
@@ -47,6 +51,8 @@ def summarize(tensor: Tensor) -> Summary:
     """
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"summarize takes a torch.Tensor; got {type(tensor).__name__}")
+    if native.takes(tensor) and (row := native.row_of(tensor)) is not None:
+        return _of_row(row)
     with torch.no_grad():
         try:
             return _summarize(tensor)
@@ -61,6 +67,19 @@ def summarize(tensor: Tensor) -> Summary:
 def _summarize(tensor: Tensor) -> Summary:
     found = [_repeated(_summarize_piece(piece), times) for piece, times in pieces(tensor)]
     return found[0] if len(found) == 1 else merge(found)
+
+
+def row_of(tensor: Tensor) -> native.Row:
+    """What ``summarize`` computes as a tuple of the columns ``native.FIELDS``, without making a summary of it."""
+    if native.takes(tensor) and (row := native.row_of(tensor)) is not None:
+        return row
+    found = summarize(tensor)
+    return tuple(getattr(found, name) for name in native.FIELDS)
+
+
+def _of_row(row: native.Row) -> Summary:
+    numel, mean, std, low, high, l2, nan, inf, neg_inf, zeros, subnormal = row
+    return Summary(int(numel), mean, std, low, high, l2, int(nan), int(inf), int(neg_inf), int(zeros), int(subnormal))
 
 
 def summarize_all(tensors: Sequence[Tensor]) -> list[Summary]:
@@ -78,6 +97,10 @@ def summarize_all(tensors: Sequence[Tensor]) -> list[Summary]:
         if type(tensor) is Tensor and _is_small(tensor):
             alike.setdefault((tensor.dtype, tensor.shape), []).append(number)
     for (_, shape), numbers in alike.items():
+        if native.takes(tensors[numbers[0]]):
+            for number, row in zip(numbers, native.rows_of([tensors[number] for number in numbers]), strict=True):
+                found[number] = None if row is None else _of_row(row)
+            continue
         count = max(1, _TOGETHER // shape.numel())
         for start in range(0, len(numbers), count):
             some = numbers[start : start + count]
@@ -106,7 +129,10 @@ def _summarize_piece(piece: Tensor) -> Summary:
     if piece.numel() == 0 or piece.device.type == "meta":
         return unknown(piece.numel())
     order = sorted(range(piece.dim()), key=piece.stride, reverse=True)  # as it lies in memory, where it has no holes
-    return _summarize_rows(piece.permute(order).reshape(1, -1))[0]
+    flat = piece.permute(order).reshape(1, -1)
+    if native.takes(flat) and (row := native.row_of(flat)) is not None:
+        return _of_row(row)
+    return _summarize_rows(flat)[0]
 
 
 def _summarize_rows(rows: Tensor) -> list[Summary]:
@@ -119,14 +145,18 @@ def _summarize_rows(rows: Tensor) -> list[Summary]:
     ends = rows if rows.dtype is torch.float32 else x  # half the bytes, and the same ends
     zeros = _zeros(x, owned=x is not rows)
     size, found, far = x.shape[1], list[Summary](), list[int]()
+    smallest = _smallest_normal(rows.dtype)
     for row, (low, high, total, squares) in enumerate(_sums(x, ends)):
         if not _is_plain(low, high):
-            found.append(_summarize_any(x[row], zeros[row]))
+            found.append(_summarize_any(x[row], zeros[row], smallest))
             continue
         mean = min(max(total / size, low), high)
         variance = max(squares / size - mean * mean, 0.0)
         far += [row] if squares > _FAR * variance * size else []
-        found.append(Summary(size, mean, math.sqrt(variance), low, high, math.sqrt(squares), 0, 0, zeros[row]))
+        small = _subnormal(x[row], smallest)
+        found.append(
+            Summary(size, mean, math.sqrt(variance), low, high, math.sqrt(squares), 0, 0, 0, zeros[row], small)
+        )
     if far:
         moments = _around(x[far] if len(far) < len(found) else x, [found[row].mean for row in far])
         for row, (mean, std) in zip(far, moments, strict=True):
@@ -167,15 +197,18 @@ def _around(x: Tensor, guesses: list[float]) -> list[tuple[float, float]]:
     return found
 
 
-def _summarize_any(x: Tensor, zeros: int) -> Summary:
+def _summarize_any(x: Tensor, zeros: int, smallest: float) -> Summary:
     """Of values that are very large or small, or not finite.
 
     Args:
         x: (elements,), float64.
         zeros: How many of them are zero.
+        smallest: The smallest normal number of the dtype that they had.
     """
     nan, finite = int(torch.count_nonzero(x.isnan())), x[torch.isfinite(x)]
-    counts = {"numel": x.numel(), "nan": nan, "inf": x.numel() - nan - finite.numel(), "zeros": zeros}
+    inf, negative = x.numel() - nan - finite.numel(), int(torch.count_nonzero(x == -math.inf))
+    counts = {"numel": x.numel(), "nan": nan, "inf": inf, "neg_inf": negative, "zeros": zeros}
+    counts["subnormal"] = _subnormal(x, smallest)
     if not finite.numel():
         return dataclasses.replace(unknown(x.numel()), **counts)
     low, high = torch.stack((finite.min(), finite.max())).tolist()
@@ -199,6 +232,26 @@ def _zeros(x: Tensor, *, owned: bool) -> list[int]:
     return [int(count) for count in torch.eq(x, 0, out=torch.empty_like(x)).sum(1).tolist()]
 
 
+def _smallest_normal(dtype: torch.dtype) -> float:
+    """Of a floating or complex dtype; 0 for the others."""
+    if dtype.is_complex:
+        dtype = dtype.to_real()
+    return torch.finfo(dtype).smallest_normal if dtype.is_floating_point else 0.0
+
+
+def _subnormal(x: Tensor, smallest: float) -> int:
+    """How many elements are below the smallest normal number and not zero.
+
+    Args:
+        x: (elements,), float64.
+        smallest: Of the dtype that they had.
+    """
+    if not smallest:
+        return 0
+    small = x.abs() < smallest
+    return int(torch.count_nonzero(small & (x != 0))) if bool(small.any()) else 0
+
+
 def _is_plain(low: float, high: float) -> bool:
     """Whether all is finite, and no square and no sum of squares can leave float64."""
     largest = max(abs(low), abs(high))  # NaN is the result of both ends where there is one
@@ -216,5 +269,5 @@ def _power_of_two(magnitude: float) -> float:
 def _repeated(one: Summary, times: int) -> Summary:
     if times == 1:
         return one
-    counts = {name: getattr(one, name) * times for name in ("numel", "nan", "inf", "zeros")}
+    counts = {name: getattr(one, name) * times for name in ("numel", "nan", "inf", "neg_inf", "zeros", "subnormal")}
     return dataclasses.replace(one, l2=one.l2 * math.sqrt(times), **counts)

@@ -11,7 +11,7 @@ from hookline.errors import FormatError
 
 __all__ = ["Summary", "merge", "unknown"]
 
-_COUNTS = ("numel", "nan", "inf", "zeros")
+_COUNTS = ("numel", "nan", "inf", "neg_inf", "zeros", "subnormal")
 _NUMBERS = ("mean", "std", "min", "max", "l2")
 _NO_NUMBERS = (math.nan,) * 5
 
@@ -29,7 +29,9 @@ class Summary:
         l2: Square root of the sum of the squared finite elements.
         nan: Number of NaN elements.
         inf: Number of elements that are +inf or -inf.
+        neg_inf: Number of those that are -inf.
         zeros: Number of elements equal to zero.
+        subnormal: Number of elements below the smallest normal number of their dtype that are not zero.
     """
 
     numel: int
@@ -40,12 +42,25 @@ class Summary:
     l2: float
     nan: int
     inf: int
+    neg_inf: int
     zeros: int
+    subnormal: int
 
     @property
     def finite(self) -> bool:
         """Whether no element is known to be NaN or infinite."""
         return self.nan + self.inf == 0
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of the finite elements."""
+        count = self.numel - self.nan - self.inf
+        return self.l2 / math.sqrt(count) if count else math.nan
+
+    @property
+    def absmax(self) -> float:
+        """Largest magnitude of a finite element."""
+        return max(abs(self.min), abs(self.max))
 
     @property
     def all_zero(self) -> bool:
@@ -68,8 +83,10 @@ class Summary:
         """
         _check_names(fields)
         counts = {name: _count(name, fields[name]) for name in _COUNTS}
-        if counts["nan"] + counts["inf"] + counts["zeros"] > counts["numel"]:
-            raise FormatError(f"summary counts more NaN, Inf and zero elements than its numel: {counts}")
+        if sum(counts[name] for name in ("nan", "inf", "zeros", "subnormal")) > counts["numel"]:
+            raise FormatError(f"summary counts more NaN, Inf, zero and subnormal elements than its numel: {counts}")
+        if counts["neg_inf"] > counts["inf"]:
+            raise FormatError(f"summary counts more -Inf than Inf elements: {counts}")
         return cls(**counts, **{name: _number(name, fields[name]) for name in _NUMBERS})  # type: ignore[arg-type]
 
 
@@ -80,15 +97,16 @@ def merge(summaries: Iterable[Summary]) -> Summary:
         summaries: Summaries of disjoint tensors. Those without a finite element add their counts only.
     """
     parts = list(summaries)
-    numel, nan, inf, zeros = (sum(getattr(part, name) for part in parts) for name in _COUNTS)
+    counts = {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
     counted = [(part.numel - part.nan - part.inf, part) for part in parts]
     # a summary read from a file may have a mean that no elements can have
     known = [(count, part) for count, part in counted if count > 0 and math.isfinite(part.mean)]
     if not known:
-        return Summary(numel, *_NO_NUMBERS, nan=nan, inf=inf, zeros=zeros)
+        return dataclasses.replace(unknown(0), **counts)
     mean, std = _mean_and_std(known)
     low, high = min(part.min for _, part in known), max(part.max for _, part in known)
-    return Summary(numel, mean, std, low, high, math.hypot(*(part.l2 for _, part in known)), nan, inf, zeros)
+    l2 = math.hypot(*(part.l2 for _, part in known))
+    return Summary(mean=mean, std=std, min=low, max=high, l2=l2, **counts)
 
 
 def _mean_and_std(known: list[tuple[int, Summary]]) -> tuple[float, float]:
@@ -108,7 +126,7 @@ def _mean_and_std(known: list[tuple[int, Summary]]) -> tuple[float, float]:
 
 def unknown(numel: int) -> Summary:
     """Of a tensor of which only the size is known."""
-    return Summary(numel, *_NO_NUMBERS, nan=0, inf=0, zeros=0)
+    return Summary(numel, *_NO_NUMBERS, nan=0, inf=0, neg_inf=0, zeros=0, subnormal=0)
 
 
 # ---------------------------------------------------------------- reading

@@ -50,7 +50,7 @@ MAX_LINE = 1 << 26
 
 _CRC32C = re.compile(r"[0-9a-f]{8}")
 _PLACE = ("order", "step", "call", "backward")
-_WHOLE = ("numel", "nan", "inf", "zeros")
+_WHOLE = ("numel", "nan", "inf", "neg_inf", "zeros", "subnormal")
 _REAL = ("mean", "std", "min", "max", "l2")
 
 
@@ -358,6 +358,11 @@ def _parse_summary(entry: Any, place: object) -> dict[str, int | float] | None:
     if type(entry) is not dict:
         raise fault(place, f'"summary" has to be an object or null, it is {show(entry)}')
     whole, real = counts(entry, _WHOLE, place), strict_json.reals(entry, _REAL, place)
-    if sum(whole[1:]) > whole[0]:
-        raise fault(place, f'"summary" counts more NaN, infinite and zero elements than {whole[0]}, its "numel"')
+    numel, nan, inf, negative, zeros, subnormal = whole
+    if nan + inf + zeros + subnormal > numel:
+        raise fault(
+            place, f'"summary" counts more NaN, infinite, zero and subnormal elements than {numel}, its "numel"'
+        )
+    if negative > inf:
+        raise fault(place, f'"summary" counts more -inf than infinite elements, {negative} and {inf}')
     return {**dict(zip(_WHOLE, whole, strict=True)), **dict(zip(_REAL, real, strict=True))}

@@ -1,0 +1,195 @@
+"""The C kernel: which tensors it takes, and what it gives.
+
+It is a plain shared library beside this file, built with the wheel where there was a C compiler. Without it everything
+is computed in torch operations, which give the same numbers more slowly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.hooks.torch_private import address, openmp_parallel
+
+__all__ = ["FIELDS", "available", "row_of", "rows_of", "takes"]
+
+FIELDS = ("numel", "mean", "std", "min", "max", "l2", "nan", "inf", "neg_inf", "zeros", "subnormal")
+"""What the kernel writes, all as float64."""
+
+Row = tuple[float, ...]
+
+LIBRARY = Path(__file__).with_name("_kernel.so")
+_ALONE = 1 << 16
+"""Elements up to which one thread is faster, and the interpreter is not let go."""
+
+_KINDS: dict[torch.dtype, int] = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.int16: 4,
+    torch.uint16: 5,
+    torch.int32: 6,
+    torch.uint32: 7,
+    torch.int64: 8,
+    torch.uint64: 9,
+}
+_ONE_BYTE = 16
+"""Kind of a dtype of one byte, whose values the kernel gets as a table."""
+
+_FLOATS_OF_ONE_BYTE = [
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+]
+
+
+class _Kernel:
+    """The library, its functions with and without the interpreter's lock, and tables for dtypes of one byte."""
+
+    def __init__(self, path: Path) -> None:
+        free, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        one = (pointer, number, ctypes.c_int, pointer, ctypes.c_double, pointer, ctypes.c_int, ctypes.c_int, pointer)
+        many = (pointer, pointer, number, ctypes.c_int, pointer, ctypes.c_double, pointer, ctypes.c_int)
+        for library in (free, held):
+            library.hookline_summarize.argtypes = one
+            library.hookline_summarize_many.argtypes = many
+            library.hookline_summarize_many.restype = None
+        self.large, self.small = free.hookline_summarize, held.hookline_summarize
+        self.many = free.hookline_summarize_many
+        self.level = free.hookline_levels() - 1
+        self.parallel = openmp_parallel()
+        self.tables = {dtype: _table(dtype) for dtype in (*_FLOATS_OF_ONE_BYTE, torch.int8, torch.uint8, torch.bool)}
+        self.own = threading.local()
+
+    def kind(self, dtype: torch.dtype) -> tuple[int, Any, float]:
+        """Number of a dtype, its table and its smallest normal number."""
+        found = _KINDS.get(dtype)
+        if found is not None:
+            return found, None, 0.0
+        table, smallest = self.tables[dtype]
+        return _ONE_BYTE, table, smallest
+
+    @property
+    def buffer(self) -> Any:
+        """Room for one row; each thread has its own."""
+        try:
+            return self.own.row
+        except AttributeError:
+            self.own.row = (ctypes.c_double * len(FIELDS))()
+            return self.own.row
+
+
+def _table(dtype: torch.dtype) -> tuple[Any, float]:
+    """The value of each byte, and the smallest normal number, 0 for integers."""
+    if dtype is torch.bool:
+        values = [float(byte != 0) for byte in range(256)]
+    else:
+        values = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float64).tolist()
+    smallest = torch.finfo(dtype).smallest_normal if dtype.is_floating_point else 0.0
+    return (ctypes.c_double * 256)(*values), smallest
+
+
+def _load() -> _Kernel | None:
+    if os.environ.get("HOOKLINE_KERNEL", "1") == "0" or not LIBRARY.exists():
+        return None
+    try:
+        return _Kernel(LIBRARY)
+    except (OSError, AttributeError):  # built for another machine, or of another release
+        return None
+
+
+_kernel = _load()
+_forked = False
+
+
+def _after_fork() -> None:
+    """The child of a fork has none of the threads of its parent's OpenMP, which would wait for them forever."""
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def available() -> bool:
+    """Whether the kernel is there."""
+    return _kernel is not None
+
+
+def takes(tensor: Tensor) -> bool:
+    """Whether the kernel can read a tensor: a plain one on the CPU, one run of memory."""
+    return (
+        _kernel is not None
+        and (type(tensor) is Tensor or type(tensor) is torch.nn.Parameter)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and (tensor.dtype in _KINDS or tensor.dtype in _kernel.tables)
+        and (tensor.is_contiguous() or _is_one_run(tensor))
+        and not (tensor.is_nested or tensor.is_neg())
+    )
+
+
+def _is_one_run(tensor: Tensor) -> bool:
+    """Whether the elements lie in one run of memory in another order, such as channels last."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def row_of(tensor: Tensor) -> Row | None:
+    """The fields of a tensor that the kernel takes; None where it has to be computed otherwise after all.
+
+    Args:
+        tensor: ``takes(tensor)`` is true.
+    """
+    kernel = _kernel
+    assert kernel is not None
+    where, size = address(tensor), tensor.numel()
+    if where is None or (where == 0 and size):
+        return None
+    kind, table, smallest = kernel.kind(tensor.dtype)
+    row = kernel.buffer
+    if size <= _ALONE:
+        failed = kernel.small(where, size, kind, table, smallest, row, kernel.level, 1, None)
+    else:
+        threads = 1 if _forked else torch.get_num_threads()
+        failed = kernel.large(where, size, kind, table, smallest, row, kernel.level, threads, kernel.parallel)
+    found = tuple(row)
+    return None if failed or (kind == 1 and _leaves_doubles(found)) else found
+
+
+def rows_of(tensors: Sequence[Tensor]) -> list[Row | None]:
+    """The same for tensors of one dtype and at most 32,768 elements each, in one call."""
+    kernel = _kernel
+    assert kernel is not None
+    places = [address(tensor) or 0 for tensor in tensors]
+    sizes = [tensor.numel() for tensor in tensors]
+    if not all(places):
+        return [row_of(tensor) for tensor in tensors]
+    count, width = len(tensors), len(FIELDS)
+    kind, table, smallest = kernel.kind(tensors[0].dtype)
+    rows = (ctypes.c_double * (width * count))()
+    addresses = (ctypes.c_uint64 * count)(*places)
+    kernel.many(addresses, (ctypes.c_int64 * count)(*sizes), count, kind, table, smallest, rows, kernel.level)
+    found = [tuple(rows[start : start + width]) for start in range(0, width * count, width)]
+    return [None if kind == 1 and _leaves_doubles(row) else row for row in found]
+
+
+def _leaves_doubles(row: Row) -> bool:
+    """Whether squares of the elements are too large or too small for float64."""
+    largest = max(abs(row[3]), abs(row[4]))
+    return not (1e-100 < largest < 1e100) and largest != 0.0 and largest == largest
