@@ -101,3 +101,15 @@ def _is_incidental(value: object) -> bool:
 
 def _rooms() -> set[str]:
     return {name for name in hookline.__all__ if isinstance(getattr(hookline, name), ModuleType)}
+
+
+def test_the_command_that_brings_an_extra_names_its_packages() -> None:
+    from importlib.metadata import requires
+
+    from hookline.extras import pip_line
+
+    wanted = [line.partition(";")[0].strip() for line in requires("hookline") or () if "extra == " in line]
+    for name in ("plot", "parquet", "pandas", "polars", "s3"):
+        packages = re.findall(r'"([^"]+)"', pip_line(name))
+        assert packages and set(packages) <= set(wanted), name
+    assert "s3fs" in pip_line("s3") and "fsspec" in pip_line("s3")

@@ -273,6 +273,12 @@ def test_the_quota(url: str) -> None:
             writer.append([event(order, 1000)])
     found = [e.order for e in store.open_recording(url).events]
     assert found == [*range(len(found))]
+    with (
+        store.Writer(url, info={}, modules={}, quota=20_000, again=True) as writer,
+        pytest.raises(QuotaError, match="the quota of"),
+    ):
+        for order in range(100, 103):
+            writer.append([event(order, 1000)])
     assert 0 < sum(map(len, objects(url).values())) <= 20_000
 
 

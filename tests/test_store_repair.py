@@ -309,6 +309,18 @@ def test_a_disk_that_fails(folder: Path, tmp_path: Path) -> None:
     assert orders(tmp_path / "new") == list(range(8, 16))
 
 
+def test_a_cut_off_line_before_another_manifest_is_lost(folder: Path, tmp_path: Path) -> None:
+    """A writer begins a manifest when the one before is complete, so its cut-off end was part of the recording."""
+    place = manifest(folder)
+    whole = lines(folder)
+    (place.parent / "manifest-000001.jsonl").write_bytes(b"".join(whole[3:]))
+    place.write_bytes(b"".join(whole[:3])[:-9])
+    done = repair(folder, tmp_path / "new")
+    assert [said.partition(": ")[2] for said in done.left_out] == ["no line names this shard"]
+    assert [said.partition(":")[0] for said in done.lost] == [f"{place.parent.name}/manifest.jsonl, line 3"]
+    assert len(orders(tmp_path / "new")) == done.events == 14
+
+
 def test_all_is_lost(folder: Path, tmp_path: Path) -> None:
     for path in files(folder, "*.safetensors"):
         path.write_bytes(b"")

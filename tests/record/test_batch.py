@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import hookline
 from hookline.cli.main import main
 from hookline.errors import ArgumentError, OptionError, SiteError
+from hookline.record import identity
 
 SAMPLES, LENGTH, WIDTH = 4, 6, 5
 
@@ -189,3 +190,50 @@ def test_what_rows_are_is_no_line_of_a_table(tmp_path: Path, kind: str) -> None:
         frame = found.to_pandas() if kind == "pandas" else found.to_polars()
         assert list(frame["port"]) == ["output"] * 5
         assert list(frame["path"]) == ["embed", "mix", "flat", "head", ""]
+
+
+def test_one_batch_can_be_used_again() -> None:
+    net, (ids, tokens, _) = Tagger(), batches(1)[0]
+    with hookline.record(net, "head") as rec:
+        batch = rec.batch(ids=ids)
+        for _ in range(2):
+            with batch as wanted:
+                assert wanted
+                net(tokens)
+        with pytest.raises(ZeroDivisionError), batch:
+            raise ZeroDivisionError
+        net(tokens)
+    rows = rec.select(steps=[0, 1]).rows("head:output")
+    assert rows.identity()["id"].tolist() == ids * 2
+    assert not rec.rows("head:output").have_identity, "the last forward was in no batch"
+
+
+def test_no_rows_have_an_identity_too() -> None:
+    net, (ids, tokens, mask) = Tagger(), batches(1)[0]
+    with hookline.record(net, "mix") as rec, rec.batch(ids=ids, tokens=tokens, mask=torch.zeros_like(mask)):
+        net(tokens)
+    found = rec.rows("mix:output").identity()
+    assert sorted(found) == ["id", "position", "token"]
+    assert all(column.shape == (0,) and column.dtype == torch.int64 for column in found.values())
+
+
+def test_what_rows_are_is_kept_at_hand_within_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "_AT_HAND", 100)
+    net = Tagger()
+    with hookline.record(net, "head") as rec:
+        for ids, tokens, _ in batches(8):
+            with rec.batch(ids=ids):
+                net(tokens)
+    rows = rec.rows("head:output")
+    want = [one for ids, _, _ in batches(8) for one in ids]
+    assert rows.identity()["id"].tolist() == want
+    assert rows.identity([31, 0, 5])["id"].tolist() == [want[31], want[0], want[5]]
+    assert len(rows._identity._kept) <= 3 and rows._identity._nbytes <= 100
+
+
+def test_a_misspelt_option_of_a_dataset() -> None:
+    net, (_, tokens, _) = Tagger(), batches(1)[0]
+    with hookline.record(net, "head") as rec:
+        net(tokens)
+    with pytest.raises(ArgumentError, match=r"^dataset has no option batchsize=; did you mean batch_size"):
+        rec.dataset("head:output", batchsize=3)

@@ -303,6 +303,44 @@ def test_a_mark_at_the_head_or_the_tail_of_a_loop_changes_no_number(tmp_path: Pa
         assert found == ([0, 1, 1, 2, 2, 3] if place == "tail" else [0, 1, 2])
 
 
+def test_a_quota_counts_what_earlier_runs_have_written(tmp_path: Path) -> None:
+    net, x, place = model(), torch.randn(50, 10), tmp_path / "run.hookline"
+    ended = 0
+    for run in range(6):
+        try:
+            with hookline.record(net, to=place, quota=60_000, resume=True) as rec:
+                for _ in range(3):
+                    net(x)
+                    rec.flush()
+        except QuotaError as error:
+            ended += 1
+            assert run > 0, "the first run has room"
+            used = int(re.findall(r"([\d,]+) are used", str(error))[0].replace(",", ""))
+            assert used > 30_000, "what the runs before have written counts"
+    assert ended >= 3
+    assert sum(path.stat().st_size for path in place.glob("w*/*") if path.name != "end.json") <= 60_000
+    assert list(hookline.load(place).steps) == list(range(len(hookline.load(place).steps)))
+
+
+def test_a_resume_with_another_model_says_what_differs(tmp_path: Path) -> None:
+    with hookline.record(model(), to=tmp_path / "run"):
+        pass
+    other = model()
+    other[0] = nn.Linear(10, 8)
+    with (
+        pytest.raises(OptionError, match=r"from another model: \S+ has [\d,]+ parameters there, [\d,]+ here\. Resume"),
+        hookline.record(other, to=tmp_path / "run", resume=True),
+    ):
+        pass
+
+
+def test_a_recording_of_which_nothing_is_there_yet_says_so(tmp_path: Path) -> None:
+    with hookline.record(model(), to=tmp_path / "run"):
+        early = hookline.load(tmp_path / "run")
+        with pytest.raises(SiteError, match=r"nothing is recorded so far\. Of a recording that another process"):
+            _ = early["0"].output
+
+
 def test_only_a_recording_that_goes_on_has_steps_to_mark(tmp_path: Path) -> None:
     net = model()
     with hookline.record(net, "0") as rec:
@@ -315,6 +353,8 @@ def test_only_a_recording_that_goes_on_has_steps_to_mark(tmp_path: Path) -> None
         hookline.record(net, steps=3)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"^quota= is for a recording on disk"):
         hookline.record(net, quota="1GB")
+    with pytest.raises(OptionError, match=r"^on_error= is for a recording on disk"):
+        hookline.record(net, on_error="warn")
     with pytest.raises(OptionError, match=r"^on_error is"):
         hookline.record(net, to=tmp_path / "x", on_error="ignore")
 
@@ -401,7 +441,7 @@ def test_resume_begins_where_there_is_nothing_and_refuses_what_is_other(tmp_path
         assert rec.first_step == 0
     with pytest.raises(OptionError, match=r"was recorded with other sites: \['0:output'\] there"):
         hookline.record(model(), "1", to=place, resume=True).__enter__()
-    with pytest.raises(OptionError, match="with other modules or parameters"):
+    with pytest.raises(OptionError, match="was recorded from another model: 0 has 110 parameters there, 12 here"):
         hookline.record(nn.Sequential(nn.Linear(3, 3)), "0", to=place, resume=True).__enter__()
 
 

@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -72,7 +73,10 @@ def main(argv: Sequence[str], *, own_process: bool) -> int:
         tolerance = _tolerance(given)
         with _called(given.recompute) as (model, inputs):
             options = {"rows": given.rows, "seed": given.seed, "tolerance": tolerance, "writer": given.writer}
-            found = look(folder, model=model, inputs=inputs, **options)
+            try:
+                found = look(folder, model=model, inputs=inputs, **options)
+            except OptionError as error:
+                raise OptionError(re.sub(r"\bwriter=(\d+)", r"--writer \1", str(error))) from error
     *lines, summary = str(found).split("\n")
     for line in lines:
         print(encodable(line))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from hookline.spelling import kind
 from hookline.store.format import BATCH, SAMPLES, TOKENS
 from hookline.values import Scaled, walk
 
-__all__ = ["Batch", "CurrentBatch", "chosen_rows", "kinds_of"]
+__all__ = ["Batch", "CurrentBatch", "InBatch", "chosen_rows", "kinds_of"]
 
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -103,6 +103,28 @@ class Batch:
     def rows(self) -> dict[str, str]:
         """None of its own."""
         return {}
+
+
+class InBatch(contextlib.AbstractContextManager[bool]):
+    """What ``rec.batch`` returns; each with-block that it is used for is a batch of its own.
+
+    Args:
+        enter: Makes the context manager of one with-block.
+    """
+
+    def __init__(self, enter: Callable[[], contextlib.AbstractContextManager[bool]]) -> None:
+        self._enter = enter
+        self._inside = threading.local()
+
+    def __enter__(self) -> bool:
+        context = self._enter()
+        wanted = context.__enter__()
+        self._inside.stack = [*getattr(self._inside, "stack", ()), context]
+        return wanted
+
+    def __exit__(self, *exception: Any) -> None:
+        *self._inside.stack, context = self._inside.stack
+        context.__exit__(*exception)  # it swallows nothing
 
 
 class CurrentBatch(threading.local):

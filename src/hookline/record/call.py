@@ -133,6 +133,11 @@ class ModuleRecord(_Ports):
 
     def missing(self, port: str) -> str:
         """Why there is no value at a port."""
+        if not len(self._log):
+            return (
+                f"{label(self.path)} has no {port}: nothing is recorded so far. Of a recording that another process "
+                "writes, a step is there once it is committed; open it again then."
+            )
         return _missing(label(self.path), port, self._asked, self.events)
 
     def __len__(self) -> int:

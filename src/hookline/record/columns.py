@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.extras import extra
+from hookline.extras import extra, pip_line
 from hookline.record.exact import check_bf16, convert, refuse, target_of
 from hookline.record.spans import groups
 
@@ -223,8 +223,7 @@ def need_zarr() -> Any:
     zarr = extra("zarr", "zarr", 'to="zarr"')
     if int(zarr.__version__.partition(".")[0]) < 3:
         raise OptionError(
-            f'to="zarr" needs zarr 3, this is {zarr.__version__}; with Python 3.11 or newer run: pip install '
-            '"hookline[zarr]"'
+            f'to="zarr" needs zarr 3, this is {zarr.__version__}; with Python 3.11 or newer run: {pip_line("zarr")}'
         )
     return zarr
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,27 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from hookline.errors import OptionError
+from hookline.errors import ArgumentError, OptionError
 from hookline.record import ranks
 from hookline.record.rows import Rows
+from hookline.spelling import nearest
 
-__all__ = ["Batches"]
+__all__ = ["Batches", "check_options"]
+
+_OPTIONS = ("batch_size", "shuffle", "seed", "window", "rank", "world_size", "drop_last")
+"""What can be chosen."""
+
+
+def check_options(given: Iterable[str]) -> None:
+    """Refuse an option that there is not.
+
+    Raises:
+        ArgumentError: With the nearest names.
+    """
+    for name in given:
+        if name not in _OPTIONS:
+            close = nearest(name, _OPTIONS) or list(_OPTIONS)
+            raise ArgumentError(f"dataset has no option {name}=; did you mean {' or '.join(close)}?")
 
 
 class Batches(Dataset[dict[str, Any]]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,40 @@ from hookline.record.spans import groups
 from hookline.sites import Site
 from hookline.store.format import SAMPLES
 
-__all__ = ["gathered", "identity_of", "where"]
+__all__ = ["Told", "gathered", "identity_of", "where"]
+
+_AT_HAND = 32 << 20
+"""Bytes of columns that are kept at hand."""
+
+
+class Told:
+    """What is known of the rows of each value; the last ones are kept at hand.
+
+    Args:
+        values: Events, and the place of the tensor in each.
+        leaf: Its value path.
+    """
+
+    def __init__(self, values: list[tuple[Any, int]], leaf: str) -> None:
+        self._values, self._leaf = values, leaf
+        self._kept: OrderedDict[int, dict[str, npt.NDArray[Any]]] = OrderedDict()
+        self._nbytes = 0
+
+    def __call__(self, value: int) -> dict[str, npt.NDArray[Any]]:
+        """The columns of one value."""
+        found = self._kept.pop(value, None)
+        if found is None:
+            found = identity_of(self._values, self._leaf, value)
+            self._nbytes += _nbytes(found)
+        self._kept[value] = found
+        while self._nbytes > _AT_HAND and len(self._kept) > 1:
+            self._nbytes -= _nbytes(self._kept.popitem(last=False)[1])
+        return found
+
+
+def _nbytes(columns: dict[str, npt.NDArray[Any]]) -> int:
+    """Bytes of some columns; a string counts as 64."""
+    return sum(column.size * (64 if column.dtype.kind == "O" else column.itemsize) for column in columns.values())
 
 
 def gathered(
@@ -36,6 +70,8 @@ def gathered(
         SiteError: More is known of some rows than of others.
     """
     parts: dict[str, Any] = {}
+    if not len(values):
+        parts = {name: column[:0] for name, column in told(0).items()}
     for value, here in groups(values):
         found = told(value)
         if parts and found.keys() != parts.keys():

@@ -79,8 +79,8 @@ def record(  # noqa: PLR0913 - one option for each thing that can be chosen, all
             ``BudgetError`` is raised before one value more would be kept.
         to: Folder to record into, such as ``"run.hookline"``. Values go there while the model runs, whole steps at a
             time, and ``rec`` reads them from there.
-        quota: Most bytes that this run may write, such as ``"50GB"``. When one step more would pass it, the recording
-            ends with all steps before, as ``on_error`` says; what waits by then is not written.
+        quota: Most bytes that this process may write, such as ``"50GB"``; with ``resume`` those of earlier runs
+            count. When one step more would pass it, the recording ends with all steps before, as ``on_error`` says.
         on_error: What to do when the disk refuses or the quota is reached: ``"raise"``, or ``"warn"`` once and let the
             model go on without the recording. What was committed can be read in both cases.
         resume: Go on with the recording at ``to``, if there is one, after its last step; see ``Recording.first_step``

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from hookline import store
 from hookline.errors import OptionError, SiteError
 from hookline.hooks import original_class
-from hookline.record.batch import Batch
+from hookline.record.batch import Batch, InBatch
 from hookline.record.call import ModuleRecord
 from hookline.record.coverage import Coverage
-from hookline.record.dataset import Batches
+from hookline.record.dataset import Batches, check_options
 from hookline.record.export import export
 from hookline.record.held import Pressure
 from hookline.record.log import Log
 from hookline.record.rows import Rows
 from hookline.record.scaled_rows import rows_of
-from hookline.record.step_parts import StepParts
+from hookline.record.step_parts import StepParts, check_there, numbers_of
 from hookline.record.tables import to_pandas, to_polars
 from hookline.report.rows import choose, select_events
 from hookline.sites import PORTS, ROOT_LABEL, Pattern, Site, label, match_paths, nearest
@@ -39,8 +39,7 @@ class Recording:
 
     Attributes:
         modules: What was asked for, by path, in the order of the model.
-        info: Versions, model, sites, ports and time.
-        log: The events, as recorders add them.
+        info: Versions, model, sites, ports and time; log: the events, as recorders add them.
     """
 
     def __init__(
@@ -145,17 +144,18 @@ class Recording:
             writers: One process or several, such as ranks; all by default.
 
         Raises:
-            SiteError: Nothing that was recorded is named.
+            SiteError: Nothing that was recorded is named, or no such step or process.
         """
         paths = match_paths(sites, self.modules)
-        wanted, processes = (
-            None if given is None else {given} if isinstance(given, int) else set(given) for given in (steps, writers)
-        )
+        wanted, processes = map(numbers_of, (steps, writers))
         events = [
             event
             for event in select_events(self, sites)
             if (wanted is None or event.step in wanted) and (processes is None or event.writer in processes)
         ]
+        if not events:
+            check_there("steps", wanted, list(self.steps))
+            check_there("writers", processes, self.writers)
         part = Recording(modules={path: self.modules[path] for path in paths}, info=self.info, events=events)
         part._recorder = self._recorder
         chosen = choose(sites, list(self.modules))
@@ -204,6 +204,7 @@ class Recording:
             OptionError: An option cannot be used, or the sites have different rows.
         """
         several = [sites] if isinstance(sites, (Site, str)) else list(sites)
+        check_options(options)
         if not several:
             raise OptionError('sites: got none, wanted one or more such as "h.3:output".')
         return Batches([self.rows(site) for site in several], **options)
@@ -273,8 +274,8 @@ class Recording:
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame`` with a line for each tensor of each event: its place, layout and statistics.
 
-        The columns are order, step, path, port, call, backward, writer, leaf, dtype, shape, numel, mean, std, min, max,
-        l2, nan, inf, zeros and nbytes. Of a recording on disk, no tensor is read.
+        The columns are order, step, path, port, call, backward, writer, leaf, dtype, shape, the fields of a summary
+        from numel to subnormal, and nbytes. Of a recording on disk, no tensor is read.
 
         Raises:
             HooklineError: pandas is not installed.
@@ -332,7 +333,7 @@ class Recording:
         Values whose first dimension is that of ``ids`` have a row for each sample. With ``tokens`` or ``mask``, values
         that begin with (samples, length), or with samples * length, are kept as rows of their chosen tokens, one below
         the other; ``reduce`` gets these rows. ``rec.rows(site).identity()`` gives them back. Gradients have the rows of
-        their forward. It holds for the thread that it is used in.
+        their forward. It holds for the thread that it is used in. A batch that an exception ends counts as recorded.
 
         Args:
             ids: An id of each sample, all int or all str; (n,).
@@ -347,7 +348,8 @@ class Recording:
             OptionError: It is not being recorded, the shapes differ, or only some of the ids are recorded already.
             ArgumentError: The ids are none.
         """
-        return self._live("batch").in_batch(Batch(ids, tokens, mask))  # type: ignore[no-any-return]
+        Batch(ids, tokens, mask)  # what is wrong with them is said here
+        return InBatch(lambda: self._live("batch").in_batch(Batch(ids, tokens, mask)))
 
     @property
     def first_step(self) -> int:

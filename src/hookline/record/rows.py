@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hookline.errors import ArgumentError, OptionError, SiteError
 from hookline.record.columns import arrow_table
-from hookline.record.identity import gathered, identity_of, where
+from hookline.record.identity import Told, gathered, where
 from hookline.record.spans import Spans, groups
 from hookline.report.text import plural
 from hookline.sites import Site
@@ -90,7 +90,7 @@ class Rows(Sequence[Tensor]):
         read = functools.partial(_read, self._values)
         far = any(event.is_far for event, _ in self._values)
         self._value = read if far else functools.lru_cache(maxsize=_OPEN)(read)  # the store keeps the last ones
-        self._identity = functools.lru_cache(maxsize=_OPEN)(functools.partial(identity_of, self._values, self.leaf))
+        self._identity = Told(self._values, self.leaf)
         self._spans = Spans(self._values)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -313,6 +313,11 @@ class Rows(Sequence[Tensor]):
         return spans, begins + skipped * size, counts * size
 
     def _numbers(self, index: Any) -> npt.NDArray[np.int64]:
+        if isinstance(index, tuple):
+            raise ArgumentError(
+                f"{self.site}: rows have one index. For rows {', '.join(map(str, index[:3]))} write "
+                f"rows[[{', '.join(map(str, index[:3]))}]], for a part of a row rows[{index[0] if index else 0}][...]."
+            )
         try:
             numbers = np.asarray(index.cpu() if isinstance(index, Tensor) else index)
         except (TypeError, ValueError) as error:

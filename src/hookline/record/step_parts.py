@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from hookline.errors import SiteError
@@ -10,7 +10,25 @@ from hookline.errors import SiteError
 if TYPE_CHECKING:
     from hookline.record.recording import Recording
 
-__all__ = ["StepParts"]
+__all__ = ["StepParts", "check_there", "numbers_of"]
+
+
+def numbers_of(given: int | Iterable[int] | None) -> set[int] | None:
+    """One number or several as a set; None for all."""
+    return None if given is None else {given} if isinstance(given, int) else set(given)
+
+
+def check_there(name: str, wanted: set[int] | None, there: list[int]) -> None:
+    """Refuse numbers of steps or writers of which none was recorded.
+
+    Raises:
+        SiteError: There are values of others only.
+    """
+    if wanted is None or not wanted.isdisjoint(there):
+        return
+    shown = ", ".join(map(str, there[:8])) + (f" and {len(there) - 8} more" if len(there) > 8 else "")
+    got = ", ".join(map(str, sorted(wanted)[:8])) or "none"
+    raise SiteError(f"{name}: got {got}, of which there are no values; there are {shown or 'none'}.")
 
 
 class StepParts(Mapping[int, "Recording"]):

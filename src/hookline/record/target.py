@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from hookline.hooks import original_class
 from hookline.record import ranks
 from hookline.record.policy import Policy, parse_bytes
 from hookline.record.stream import BUDGET, Stream
-from hookline.store import StoredParts, Writer
+from hookline.sites import label
+from hookline.store import ModuleInfo, StoredParts, Writer
 
 if TYPE_CHECKING:
     from hookline.record.recording import Recording
@@ -41,7 +42,7 @@ def target_of(
     if on_error not in ("raise", "warn"):
         raise OptionError(f'on_error is "raise" or "warn", got {on_error!r}.')
     if to is None:
-        for name, given in (("quota", quota is not None), ("resume", resume)):
+        for name, given in (("quota", quota is not None), ("resume", resume), ("on_error", on_error != "raise")):
             if given:
                 raise OptionError(f'{name}= is for a recording on disk; pass to="run.hookline" as well.')
         return None
@@ -120,6 +121,11 @@ class Target:
             )
         for name in _SAME:
             there, here = parts.info.get(name), recording.info.get(name)
+            if there != here and name == "structure":
+                raise OptionError(
+                    f"{self._folder} was recorded from another model: {_differs(parts.modules, recording.modules)}. "
+                    "Resume with the same one, or record into another folder."
+                )
             if there != here:
                 raise OptionError(
                     f"{self._folder} was recorded with other {_TOLD[name]}: {_shown(there)} there, {_shown(here)} "
@@ -133,7 +139,20 @@ class Target:
         self.ids = frozenset(one for batch in batches.values() for one in _ids(batch))
 
 
-_TOLD = {"sites": "sites", "structure": "modules or parameters", "kept": "ways of keeping values"}
+_TOLD = {"sites": "sites", "kept": "ways of keeping values"}
+
+
+def _differs(there: Mapping[str, ModuleInfo], here: Mapping[str, ModuleInfo]) -> str:
+    """The first of the recorded modules that is another one."""
+    for path in dict.fromkeys([*there, *here]):
+        old, new = there.get(path), here.get(path)
+        if old is None or new is None:
+            return f"{label(path)} is only {'here' if old is None else 'there'}"
+        if old.type_name != new.type_name:
+            return f"{label(path)} is {old.type_name} there, {new.type_name} here"
+        if old.parameters != new.parameters:
+            return f"{label(path)} has {old.parameters:,} parameters there, {new.parameters:,} here"
+    return "a name, shape or dtype of its parameters, or a module that is not recorded, is another one"
 
 
 def _shown(value: Any) -> str:

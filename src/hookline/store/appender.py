@@ -77,10 +77,11 @@ class Appender:
 
     Args:
         folder: The writer's folder.
-        quota: Most bytes that shards and manifest may take; None for no limit.
+        quota: Most bytes that shards and manifests may take; None for no limit.
+        used: Bytes of it that are taken already.
     """
 
-    def __init__(self, folder: Place, *, quota: int | None = None) -> None:
+    def __init__(self, folder: Place, *, quota: int | None = None, used: int = 0) -> None:
         self._folder: Any = folder
         self._number = writer_number(folder)
         self._open()
@@ -88,7 +89,7 @@ class Appender:
         self._shards = 0  # numbers that were given away; none is used twice, whatever became of its file
         self._complete = _Complete(0, 0)
         self._quota = quota
-        self._used = 0
+        self._used = used
 
     def _open(self) -> None:
         self._manifest = open(self._folder / MANIFEST, "r+b", buffering=0)  # noqa: SIM115 (closed by close)

@@ -36,6 +36,7 @@ class RemoteAppender(Appender):
     Args:
         folder: The writer's folder, with an empty manifest.
         quota: Most bytes that shards and manifests may take; None for no limit.
+        used: Bytes of it that are taken already.
     """
 
     def _open(self) -> None:

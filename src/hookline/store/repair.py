@@ -240,7 +240,7 @@ class _Salvage:
         """The commits that are whole; ``named`` gets the shards that any line names."""
         seen: set[str] = set()
         kept = []
-        for place, text in itertools.chain.from_iterable(map(self._read, manifests)):
+        for place, text in (line for one in manifests for line in self._read(one, is_last=one == manifests[-1])):
             try:
                 commit = reader.parse_commit(text, place, seen)
             except FormatError as error:
@@ -258,7 +258,7 @@ class _Salvage:
             kept.append(_Whole(commit, _sealed(text, place), place))
         return kept
 
-    def _read(self, manifest: Place) -> Iterator[tuple[layout.Line, bytes]]:
+    def _read(self, manifest: Place, *, is_last: bool) -> Iterator[tuple[layout.Line, bytes]]:
         """The lines that can be read; the others are noted, and do not end the search."""
         name = f"{manifest.parent.name}/{manifest.name}"
         number = 1
@@ -272,7 +272,10 @@ class _Salvage:
                             text = file.readline(layout.MAX_LINE)
                         continue
                     if not text.endswith(b"\n"):
-                        self.left_out += [f"{name}: its last line, which is unfinished"] * bool(text)
+                        if text and is_last:
+                            self.left_out.append(f"{name}: its last line, which is unfinished")
+                        elif text:  # the next one was begun when this one was complete
+                            self.lost.append(f"{name}, line {number}: its end is missing; {guess(text, set())}")
                         return
                     yield layout.Line(manifest, number), text
         except (FormatError, OSError) as error:

@@ -41,7 +41,7 @@ class Writer:
         writer: Number of this writer, such as the rank of the process.
         overwrite: Replace a recording of that name: the whole of it for writer 0, that writer's part for others.
         again: Join a recording that has a part of that writer already, which stays as it is.
-        quota: Most bytes on disk for the shards and the manifest of this part.
+        quota: Most bytes on disk for what this writer writes; with ``again``, all that it has written counts.
 
     Raises:
         OptionError: The recording exists, with a part of that writer, or of other sites or another model.
@@ -75,7 +75,7 @@ class Writer:
                 _replace(self.folder, head, own, writer)
             else:
                 self._made = _claim(self.folder, head, own, writer, again=again)
-            self._appender = _appender(self.part, quota)
+            self._appender = _appender(self.part, quota, _used(self.part, writer) if again and quota is not None else 0)
         self._closed = False
 
     def append(self, events: Iterable[EventLike], refused: Refused | None = None) -> list[StoredEvent]:
@@ -271,8 +271,16 @@ def _save_remote(
         ) from error
 
 
-def _appender(part: Place, quota: int | None) -> Appender:
-    return (RemoteAppender if isinstance(part, Remote) else Appender)(part, quota=quota)
+def _appender(part: Place, quota: int | None, used: int = 0) -> Appender:
+    return (RemoteAppender if isinstance(part, Remote) else Appender)(part, quota=quota, used=used)
+
+
+def _used(part: Place, writer: int) -> int:
+    """Bytes of the earlier parts of a writer."""
+    if isinstance(part, Remote):
+        earlier = remote_writer.parts_of(part.parent, writer)
+        return sum(sum(place.children().values()) for place in earlier if place.name != part.name)
+    return sum(folders.size_of(place) for place in folders.parts_of(part.parent, writer) if place != part)
 
 
 def check_free(folder: str | os.PathLike[str] | Remote, *, overwrite: bool = False, writer: int | None = None) -> None:

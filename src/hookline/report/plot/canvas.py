@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hookline.errors import ArgumentError, HooklineError, OptionError
+from hookline.extras import pip_line
 from hookline.report.text import printable, shorten
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def load() -> Any:
         import matplotlib.ticker
     except ImportError as error:
         raise HooklineError(
-            f'pictures need matplotlib, which cannot be imported ({error}); run: pip install "hookline[plot]"'
+            f"pictures need matplotlib, which cannot be imported ({error}); run: {pip_line('plot')}"
         ) from error
     return matplotlib
 
