@@ -8,6 +8,7 @@ statistics are computed in torch operations.
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -22,7 +23,16 @@ except ImportError:  # run by hand, without hatchling: python hatch_build.py
 
 ROOM = Path(__file__).parent / "src" / "hookline" / "stats"
 LIBRARY = ROOM / "_kernel.so"
-FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi")
+FLAGS = (
+    "-O3",
+    "-std=gnu11",
+    "-fPIC",
+    "-shared",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fvisibility=hidden",
+    "-Wno-psabi",
+)
 
 
 class KernelHook(BuildHookInterface):  # type: ignore[misc, valid-type]
@@ -62,7 +72,9 @@ def build() -> bool:
 
 
 def _platform() -> str:
-    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    """As wheels name it; the compiler builds for this machine alone, also under a Python for two kinds."""
+    name = sysconfig.get_platform().replace("universal2", platform.machine())
+    return name.replace("-", "_").replace(".", "_")
 
 
 if __name__ == "__main__":

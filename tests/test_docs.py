@@ -61,7 +61,7 @@ def test_a_block_is_found_and_skipped_with_a_reason() -> None:
 def test_the_reader_of_the_format_takes_the_first_manifest_first(tmp_path: Path) -> None:
     names = ["manifest.jsonl", "manifest-000001.jsonl", "manifest-999999.jsonl", "manifest-1000000.jsonl"]
     (tmp_path / "w00000-a1b2c3").mkdir()
-    (tmp_path / "recording.json").write_bytes(sealed(format="hookline", version=2))
+    (tmp_path / "recording.json").write_bytes(sealed(format="hookline", version=3))
     for name in names:
         event = {"order": 0, "step": 0, "shard": None, "path": name}
         (tmp_path / "w00000-a1b2c3" / name).write_bytes(sealed(shards=[], events=[event]))

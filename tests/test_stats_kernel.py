@@ -171,6 +171,13 @@ def test_it_runs_on_the_threads_that_torch_has() -> None:
 def test_many_at_once_give_the_same_bits_as_one_by_one() -> None:
     tensors = [values(dtype, count, seed) for seed, dtype in enumerate(DTYPES) for count in (1, 5, 512, 512, 4096)]
     tensors += [torch.tensor([1e200, 1.0], dtype=torch.float64), torch.tensor([1e200, 1.0], dtype=torch.float64)]
+    tensors += [
+        torch.tensor(1 + 2j).imag,
+        torch.tensor(1 + 2j).conj().imag,
+        torch.ones(4),
+        torch._neg_view(torch.ones(4)),
+    ]
+    tensors += [torch.frombuffer(bytearray(41), dtype=torch.float32, offset=1, count=10), torch.zeros(10)]
     assert [repr(one) for one in summarize_all(tensors)] == [repr(summarize(tensor)) for tensor in tensors]
 
 
@@ -210,6 +217,51 @@ def test_what_has_no_plain_memory_is_left_to_torch() -> None:
     seen = []
     torch.vmap(lambda row: seen.append(summarize(row)) or row)(torch.ones(3, 4))
     assert seen[0].numel == 4
+
+
+def test_a_nested_tensor_that_is_not_contiguous() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+    assert summarize(nested).mean == summarize(nested.transpose(1, 2)).mean == 1.0
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16], ids=str)
+def test_memory_that_is_not_aligned(dtype: torch.dtype, offset: int) -> None:
+    data = bytearray(offset) + bytes(range(160))
+    tensor = torch.frombuffer(data, dtype=dtype, offset=offset)
+    assert_same(summarize(tensor), plainly(tensor.clone()))
+
+
+@pytest.mark.parametrize("name", sorted(native._OF_ONE_BYTE))
+def test_what_each_byte_means(name: str) -> None:
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        pytest.skip(f"this torch has no {name}")
+    value, smallest = native._OF_ONE_BYTE[name]
+    want = torch.arange(256, dtype=torch.uint8)
+    want = (want != 0) if dtype is torch.bool else want.view(dtype)
+    got = torch.tensor([value(byte) for byte in range(256)], dtype=torch.float64)
+    assert torch.equal(got.nan_to_num(7e77), want.to(torch.float64).nan_to_num(7e77))
+    if dtype.is_floating_point and name != "float8_e8m0fnu":
+        assert smallest == torch.finfo(dtype).smallest_normal
+
+
+def test_a_deviation_among_bytes() -> None:
+    tensor = torch.full((1 << 20,), 255, dtype=torch.uint8)
+    tensor[7] = 0
+    count = tensor.numel()
+    want = math.sqrt(Fraction(255**2 * (count - 1), count**2))
+    assert summarize(tensor).std == pytest.approx(want, rel=1e-14)
+
+
+@pytest.mark.parametrize("inside", ['torch.device("meta")', "FakeTensorMode()"])
+def test_it_is_imported_inside_a_mode(inside: str) -> None:
+    code = (
+        "import torch; from torch._subclasses import FakeTensorMode\n"
+        f"with {inside}:\n    from hookline.stats import native\n"
+        "assert native.available()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_copy_on_write_snapshot_stays_one() -> None:

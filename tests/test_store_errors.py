@@ -139,8 +139,8 @@ def link(path: Path) -> None:
 
 UPDATE = "Update Hookline: pip install --upgrade hookline."
 HEADS = {
-    "the recording has format version 3, this Hookline reads up to 2. " + UPDATE: dict(version=3),
-    "the recording has the old format version 1, this Hookline reads 2. Record again, under another": dict(version=1),
+    "the recording has format version 4, this Hookline reads up to 3. " + UPDATE: dict(version=4),
+    "the recording has the old format version 2, this Hookline reads 3. Record again, under another": dict(version=2),
     "no Hookline recording: its \"format\" is 'other'. Pass a folder that Hookline wrote.": dict(format="other"),
     '"version" has to be a whole number from 0 to 2**63 - 1, it is True': dict(version=True),
     '"modules" has to be a list, it is an object. ' + DAMAGED: dict(modules={}),

@@ -207,7 +207,7 @@ def test_garbage_says_that_it_cannot_be_read(folder: Path, tmp_path: Path) -> No
     assert done.left_out == [f"{manifest(folder).parent.name}/000001.safetensors: no line names this shard"]
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]\n", b'{"format":"hookline","version":2,"crc":"00000000"}\n', None])
+@pytest.mark.parametrize("text", [b"", b"{", b"[]\n", b'{"format":"hookline","version":3,"crc":"00000000"}\n', None])
 def test_what_the_recording_says_of_itself(text: bytes | None, folder: Path, tmp_path: Path) -> None:
     (folder / "recording.json").unlink()
     if text is not None:
@@ -617,11 +617,11 @@ def test_places_that_cannot_be(folder: Path, tmp_path: Path) -> None:
 
 def test_another_version_is_not_damage(folder: Path, tmp_path: Path) -> None:
     entry = json.loads((folder / "recording.json").read_bytes())
-    entry |= {"version": 3}
+    entry |= {"version": 4}
     del entry["crc"]
     body = json.dumps(entry)[:-1].encode()
     (folder / "recording.json").write_bytes(body + b',"crc":"%08x"}\n' % zlib.crc32(body))
-    with pytest.raises(FormatError, match="has format version 3, this Hookline reads up to 2"):
+    with pytest.raises(FormatError, match="has format version 4, this Hookline reads up to 3"):
         repair(folder, tmp_path / "new")
     assert os.listdir(tmp_path) == ["run.hookline"]
 

@@ -317,6 +317,7 @@ def test_a_quota_counts_what_earlier_runs_have_written(tmp_path: Path) -> None:
             assert run > 0, "the first run has room"
             used = int(re.findall(r"([\d,]+) are used", str(error))[0].replace(",", ""))
             assert used > 30_000, "what the runs before have written counts"
+            assert "of them by earlier runs, and" in str(error) and "another folder" in str(error)
     assert ended >= 3
     assert sum(path.stat().st_size for path in place.glob("w*/*") if path.name != "end.json") <= 60_000
     assert list(hookline.load(place).steps) == list(range(len(hookline.load(place).steps)))
@@ -337,7 +338,7 @@ def test_a_resume_with_another_model_says_what_differs(tmp_path: Path) -> None:
 def test_a_recording_of_which_nothing_is_there_yet_says_so(tmp_path: Path) -> None:
     with hookline.record(model(), to=tmp_path / "run"):
         early = hookline.load(tmp_path / "run")
-        with pytest.raises(SiteError, match=r"nothing is recorded so far\. Of a recording that another process"):
+        with pytest.raises(SiteError, match=r"nothing is recorded so far\. Run the model .* another process"):
             _ = early["0"].output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
@@ -109,21 +110,25 @@ class InBatch(contextlib.AbstractContextManager[bool]):
     """What ``rec.batch`` returns; each with-block that it is used for is a batch of its own.
 
     Args:
+        batch: What the rows are.
         enter: Makes the context manager of one with-block.
     """
 
-    def __init__(self, enter: Callable[[], contextlib.AbstractContextManager[bool]]) -> None:
-        self._enter = enter
+    def __init__(self, batch: Batch, enter: Callable[[Batch], contextlib.AbstractContextManager[bool]]) -> None:
+        self._batch, self._enter = batch, enter
         self._inside = threading.local()
 
     def __enter__(self) -> bool:
-        context = self._enter()
+        context = self._enter(copy.copy(self._batch))
         wanted = context.__enter__()
         self._inside.stack = [*getattr(self._inside, "stack", ()), context]
         return wanted
 
     def __exit__(self, *exception: Any) -> None:
-        *self._inside.stack, context = self._inside.stack
+        stack = getattr(self._inside, "stack", [])
+        if not stack:
+            raise OptionError("a batch ends in the thread in which it began: use `with rec.batch(...):` there.")
+        context = stack.pop()
         context.__exit__(*exception)  # it swallows nothing
 
 

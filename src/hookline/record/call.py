@@ -133,10 +133,10 @@ class ModuleRecord(_Ports):
 
     def missing(self, port: str) -> str:
         """Why there is no value at a port."""
-        if not len(self._log):
+        if port in self._asked and not len(self._log):
             return (
-                f"{label(self.path)} has no {port}: nothing is recorded so far. Of a recording that another process "
-                "writes, a step is there once it is committed; open it again then."
+                f"{label(self.path)} has no {port}: nothing is recorded so far. Run the model inside the with-block; "
+                "of a recording that another process writes, a step is there once it is committed: open it again then."
             )
         return _missing(label(self.path), port, self._asked, self.events)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +21,12 @@ __all__ = ["Told", "gathered", "identity_of", "where"]
 
 _AT_HAND = 32 << 20
 """Bytes of columns that are kept at hand."""
+_EACH = 700
+"""Bytes of Python objects for the columns of one value."""
 
 
 class Told:
-    """What is known of the rows of each value; the last ones are kept at hand.
+    """What is known of the rows of each value; the last ones that were read are kept at hand.
 
     Args:
         values: Events, and the place of the tensor in each.
@@ -34,22 +37,27 @@ class Told:
         self._values, self._leaf = values, leaf
         self._kept: OrderedDict[int, dict[str, npt.NDArray[Any]]] = OrderedDict()
         self._nbytes = 0
+        self._lock = threading.Lock()
 
     def __call__(self, value: int) -> dict[str, npt.NDArray[Any]]:
         """The columns of one value."""
-        found = self._kept.pop(value, None)
-        if found is None:
-            found = identity_of(self._values, self._leaf, value)
-            self._nbytes += _nbytes(found)
-        self._kept[value] = found
-        while self._nbytes > _AT_HAND and len(self._kept) > 1:
-            self._nbytes -= _nbytes(self._kept.popitem(last=False)[1])
+        found = self._kept.get(value)
+        if found is not None:
+            return found
+        found = identity_of(self._values, self._leaf, value)
+        with self._lock:
+            if value not in self._kept:
+                self._kept[value] = found
+                self._nbytes += _nbytes(found)
+            while self._nbytes > _AT_HAND and len(self._kept) > 1:
+                self._nbytes -= _nbytes(self._kept.popitem(last=False)[1])
         return found
 
 
 def _nbytes(columns: dict[str, npt.NDArray[Any]]) -> int:
-    """Bytes of some columns; a string counts as 64."""
-    return sum(column.size * (64 if column.dtype.kind == "O" else column.itemsize) for column in columns.values())
+    """Bytes of some columns, with what Python needs for them; a string counts as 64."""
+    held = sum(column.size * (64 if column.dtype.kind == "O" else column.itemsize) for column in columns.values())
+    return _EACH + held
 
 
 def gathered(

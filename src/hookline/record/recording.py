@@ -348,8 +348,8 @@ class Recording:
             OptionError: It is not being recorded, the shapes differ, or only some of the ids are recorded already.
             ArgumentError: The ids are none.
         """
-        Batch(ids, tokens, mask)  # what is wrong with them is said here
-        return InBatch(lambda: self._live("batch").in_batch(Batch(ids, tokens, mask)))
+        self._live("batch")
+        return InBatch(Batch(ids, tokens, mask), lambda batch: self._live("batch").in_batch(batch))
 
     @property
     def first_step(self) -> int:

@@ -315,8 +315,8 @@ class Rows(Sequence[Tensor]):
     def _numbers(self, index: Any) -> npt.NDArray[np.int64]:
         if isinstance(index, tuple):
             raise ArgumentError(
-                f"{self.site}: rows have one index. For rows {', '.join(map(str, index[:3]))} write "
-                f"rows[[{', '.join(map(str, index[:3]))}]], for a part of a row rows[{index[0] if index else 0}][...]."
+                f"{self.site}: rows have one index, got {len(index)}. For several rows write rows[[3, 1, 4]], for a "
+                "part of each rows[10:20][:, 0]."
             )
         try:
             numbers = np.asarray(index.cpu() if isinstance(index, Tensor) else index)

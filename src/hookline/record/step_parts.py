@@ -24,11 +24,13 @@ def check_there(name: str, wanted: set[int] | None, there: list[int]) -> None:
     Raises:
         SiteError: There are values of others only.
     """
-    if wanted is None or not wanted.isdisjoint(there):
+    if not wanted or not wanted.isdisjoint(there):
         return
     shown = ", ".join(map(str, there[:8])) + (f" and {len(there) - 8} more" if len(there) > 8 else "")
-    got = ", ".join(map(str, sorted(wanted)[:8])) or "none"
-    raise SiteError(f"{name}: got {got}, of which there are no values; there are {shown or 'none'}.")
+    got = ", ".join(sorted(map(str, wanted))[:8])
+    raise SiteError(
+        f"{name}: got {got}, of which there are no values; there are {shown or 'none'}. `rec.{name}` lists them."
+    )
 
 
 class StepParts(Mapping[int, "Recording"]):

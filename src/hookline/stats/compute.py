@@ -116,7 +116,7 @@ def _is_small(tensor: Tensor) -> bool:
     return (
         tensor.is_cpu
         and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_quantized)
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_neg())
         and 0 < tensor.numel() <= _SMALL
         and tensor.is_contiguous()
     )

@@ -190,7 +190,7 @@ static void count_bytes(const uint8_t *x, int64_t n, int64_t *counts)
 static void part_of_counts(const int64_t *counts, const double *table, double smallest, part *out)
 {
     *out = (part){.low = INFINITY, .high = -INFINITY};
-    double shift = NAN, sum = 0, squares = 0;
+    double sum = 0, squares = 0, mean = 0;
     for (int value = 0; value < 256; ++value) {
         const int64_t count = counts[value];
         const double x = table[value];
@@ -201,9 +201,7 @@ static void part_of_counts(const int64_t *counts, const double *table, double sm
         else if (isinf(x))
             *(x > 0 ? &out->positive : &out->negative) += count;
         else {
-            shift = shift == shift ? shift : x;
-            sum += (double)count * (x - shift);
-            squares += (double)count * ((x - shift) * (x - shift));
+            sum += (double)count * x;
             out->finite += count;
             out->zeros += x == 0 ? count : 0;
             out->small += x == 0 || fabs(x) < smallest ? count : 0;
@@ -211,9 +209,15 @@ static void part_of_counts(const int64_t *counts, const double *table, double sm
             out->high = x > out->high ? x : out->high;
         }
     }
-    if (!(fabs(shift) > 0 || shift == 0))
-        shift = 0;
-    moments(out, shift, sum, squares);
+    mean = out->finite ? sum / (double)out->finite : 0;
+    sum = 0;
+    for (int value = 0; value < 256; ++value)
+        if (counts[value] && table[value] - table[value] == 0) { /* again, around the mean */
+            const double away = table[value] - mean;
+            sum += (double)counts[value] * away;
+            squares += (double)counts[value] * (away * away);
+        }
+    moments(out, mean, sum, squares);
 }
 
 /* ---------------------------------------------------------------- a whole tensor */

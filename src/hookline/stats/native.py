@@ -7,9 +7,11 @@ is computed in torch operations, which give the same numbers more slowly.
 from __future__ import annotations
 
 import ctypes
+import functools
+import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +46,42 @@ _KINDS: dict[torch.dtype, int] = {
 _ONE_BYTE = 16
 """Kind of a dtype of one byte, whose values the kernel gets as a table."""
 
-_FLOATS_OF_ONE_BYTE = [
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-    if hasattr(torch, name)
-]
+
+def _float_of(byte: int, *, mantissa: int, bias: int, nan: Container[int], infinite: int = 256) -> float:
+    """The value of a byte as a float with a sign, ``7 - mantissa`` bits of exponent and ``mantissa`` more."""
+    if byte in nan:
+        return math.nan
+    magnitude, sign = byte & 0x7F, -1.0 if byte & 0x80 else 1.0
+    exponent, fraction = magnitude >> mantissa, magnitude & ((1 << mantissa) - 1)
+    if magnitude == infinite:
+        return sign * math.inf
+    whole = (1 << mantissa) + fraction if exponent else fraction
+    return sign * math.ldexp(whole, max(exponent, 1) - bias - mantissa)
+
+
+def _e8m0(byte: int) -> float:
+    return math.nan if byte == 255 else math.ldexp(1.0, byte - 127)
+
+
+_E4M3FN = functools.partial(_float_of, mantissa=3, bias=7, nan=(0x7F, 0xFF))
+_E4M3FNUZ = functools.partial(_float_of, mantissa=3, bias=8, nan=(0x80,))
+_E5M2 = functools.partial(_float_of, mantissa=2, bias=15, nan=(0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF), infinite=0x7C)
+_E5M2FNUZ = functools.partial(_float_of, mantissa=2, bias=16, nan=(0x80,))
+
+_OF_ONE_BYTE: dict[str, tuple[Callable[[int], float], float]] = {
+    "float8_e4m3fn": (_E4M3FN, 2.0**-6),
+    "float8_e4m3fnuz": (_E4M3FNUZ, 2.0**-7),
+    "float8_e5m2": (_E5M2, 2.0**-14),
+    "float8_e5m2fnuz": (_E5M2FNUZ, 2.0**-15),
+    "float8_e8m0fnu": (_e8m0, 0.0),
+    "int8": (lambda byte: float(byte - 256 * (byte > 127)), 0.0),
+    "uint8": (float, 0.0),
+    "bool": (lambda byte: float(byte != 0), 0.0),
+}
+"""What each byte means, and the smallest normal number; 0 where nothing is subnormal. No torch operation computes them:
+this runs at import, perhaps inside somebody's device or fake mode."""
+
+_ONE_BYTE_DTYPES = {getattr(torch, name): of for name, of in _OF_ONE_BYTE.items() if hasattr(torch, name)}
 
 
 class _Kernel:
@@ -67,7 +100,7 @@ class _Kernel:
         self.many = free.hookline_summarize_many
         self.level = free.hookline_levels() - 1
         self.parallel = openmp_parallel()
-        self.tables = {dtype: _table(dtype) for dtype in (*_FLOATS_OF_ONE_BYTE, torch.int8, torch.uint8, torch.bool)}
+        self.tables = {dtype: _table(*of) for dtype, of in _ONE_BYTE_DTYPES.items()}
         self.own = threading.local()
 
     def kind(self, dtype: torch.dtype) -> tuple[int, Any, float]:
@@ -88,14 +121,9 @@ class _Kernel:
             return self.own.row
 
 
-def _table(dtype: torch.dtype) -> tuple[Any, float]:
-    """The value of each byte, and the smallest normal number, 0 for integers."""
-    if dtype is torch.bool:
-        values = [float(byte != 0) for byte in range(256)]
-    else:
-        values = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float64).tolist()
-    smallest = torch.finfo(dtype).smallest_normal if dtype.is_floating_point else 0.0
-    return (ctypes.c_double * 256)(*values), smallest
+def _table(value: Callable[[int], float], smallest: float) -> tuple[Any, float]:
+    """The value of each byte for C, and the smallest normal number."""
+    return (ctypes.c_double * 256)(*map(value, range(256))), smallest
 
 
 def _load() -> _Kernel | None:
@@ -134,8 +162,8 @@ def takes(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and (tensor.dtype in _KINDS or tensor.dtype in _kernel.tables)
-        and (tensor.is_contiguous() or _is_one_run(tensor))
         and not (tensor.is_nested or tensor.is_neg())
+        and (tensor.is_contiguous() or _is_one_run(tensor))
     )
 
 
@@ -159,7 +187,7 @@ def row_of(tensor: Tensor) -> Row | None:
     kernel = _kernel
     assert kernel is not None
     where, size = address(tensor), tensor.numel()
-    if where is None or (where == 0 and size):
+    if where is None or (where == 0 and size) or where % tensor.element_size():
         return None
     kind, table, smallest = kernel.kind(tensor.dtype)
     row = kernel.buffer
@@ -178,7 +206,7 @@ def rows_of(tensors: Sequence[Tensor]) -> list[Row | None]:
     assert kernel is not None
     places = [address(tensor) or 0 for tensor in tensors]
     sizes = [tensor.numel() for tensor in tensors]
-    if not all(places):
+    if not all(places) or any(where % tensors[0].element_size() for where in places):
         return [row_of(tensor) for tensor in tensors]
     count, width = len(tensors), len(FIELDS)
     kind, table, smallest = kernel.kind(tensors[0].dtype)

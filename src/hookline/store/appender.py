@@ -89,7 +89,7 @@ class Appender:
         self._shards = 0  # numbers that were given away; none is used twice, whatever became of its file
         self._complete = _Complete(0, 0)
         self._quota = quota
-        self._used = used
+        self._used = self._earlier = used
 
     def _open(self) -> None:
         self._manifest = open(self._folder / MANIFEST, "r+b", buffering=0)  # noqa: SIM115 (closed by close)
@@ -234,9 +234,11 @@ class Appender:
 
     def _check_quota(self, size: int) -> None:
         if self._quota is not None and self._used + size > self._quota:
+            used = f"{self._used:,} are used" + (f", {self._earlier:,} of them by earlier runs," * bool(self._earlier))
+            other = "record into another folder" if self._earlier else "record fewer sites or a smaller dtype="
             raise QuotaError(
-                f"{self._folder.parent}: the quota of {self._quota:,} bytes is reached: {self._used:,} are used and "
-                f"{size:,} more are needed. Raise quota=, or record fewer sites or a smaller dtype=."
+                f"{self._folder.parent}: the quota of {self._quota:,} bytes is reached: {used} and {size:,} more are "
+                f"needed. Raise quota=, or {other}."
             )
 
     def _write_shard(self, name: str, tensors: list[tuple[str, Stored]]) -> tuple[ShardLine, Shard]:

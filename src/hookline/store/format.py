@@ -29,7 +29,7 @@ from hookline.store.remote import Place
 from hookline.store.strict_json import counts, fault, get, show
 
 FORMAT = "hookline"
-VERSION = 2
+VERSION = 3
 HEAD = "recording.json"
 MANIFEST = "manifest.jsonl"
 END = "end.json"

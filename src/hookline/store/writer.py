@@ -67,6 +67,7 @@ class Writer:
         self._made = False
         self.part = self.folder / own
         with _writing(self.folder):
+            used = _used(self.folder, writer) if again and quota is not None else 0
             if isinstance(self.folder, Remote):
                 if overwrite:
                     remote_writer.refuse(self.folder, overwrite)
@@ -75,7 +76,7 @@ class Writer:
                 _replace(self.folder, head, own, writer)
             else:
                 self._made = _claim(self.folder, head, own, writer, again=again)
-            self._appender = _appender(self.part, quota, _used(self.part, writer) if again and quota is not None else 0)
+            self._appender = _appender(self.part, quota, used)
         self._closed = False
 
     def append(self, events: Iterable[EventLike], refused: Refused | None = None) -> list[StoredEvent]:
@@ -275,12 +276,11 @@ def _appender(part: Place, quota: int | None, used: int = 0) -> Appender:
     return (RemoteAppender if isinstance(part, Remote) else Appender)(part, quota=quota, used=used)
 
 
-def _used(part: Place, writer: int) -> int:
-    """Bytes of the earlier parts of a writer."""
-    if isinstance(part, Remote):
-        earlier = remote_writer.parts_of(part.parent, writer)
-        return sum(sum(place.children().values()) for place in earlier if place.name != part.name)
-    return sum(folders.size_of(place) for place in folders.parts_of(part.parent, writer) if place != part)
+def _used(folder: Place, writer: int) -> int:
+    """Bytes of all that a writer has in a recording, if there is one."""
+    if isinstance(folder, Remote):
+        return sum(sum(part.children().values()) for part in remote_writer.parts_of(folder, writer))
+    return sum(map(folders.size_of, folders.parts_of(folder, writer))) if folder.is_dir() else 0
 
 
 def check_free(folder: str | os.PathLike[str] | Remote, *, overwrite: bool = False, writer: int | None = None) -> None:
