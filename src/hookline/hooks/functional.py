@@ -15,7 +15,7 @@ import types
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -218,9 +218,16 @@ def _computes_as(kind: _Kind, module: nn.Module) -> bool:
 
 def _same_settings(kind: _Kind, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     for name, place, default in kind.settings:
-        if not _same(getattr(module, name), _argument(args, kwargs, place, name, default)):
+        own, given = getattr(module, name), _argument(args, kwargs, place, name, default)
+        if name == "padding_idx":  # the function counts from the end too, the module has counted already
+            own, given = (_from_the_start(index, module) for index in (own, given))
+        if not _same(own, given):
             return False
     return True
+
+
+def _from_the_start(index: Any, module: nn.Module) -> Any:
+    return index + len(cast("Tensor", module.weight)) if isinstance(index, int) and index < 0 else index
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
