@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -289,3 +290,55 @@ def test_ten_thousand_modules_take_ten_times_as_long_as_a_thousand() -> None:
     seconds_to_attach(100)
     small, large = min(seconds_to_attach(1000) for _ in range(3)), seconds_to_attach(10_000)
     assert large < 40 * small, (small, large)
+
+
+def _of(dtype: torch.dtype) -> Tensor:
+    """A tensor of a dtype, made of known bytes."""
+    if dtype is torch.quint4x2:
+        scales, zeros = torch.rand(4) + 0.1, torch.zeros(4)
+        return torch.quantize_per_channel(torch.rand(4, 4), scales, zeros, 0, dtype)
+    if dtype is torch.quint2x4:
+        return torch._empty_affine_quantized([4, 4], scale=0.1, zero_point=0, dtype=dtype)  # type: ignore[attr-defined]
+    if dtype in (torch.quint8, torch.qint8, torch.qint32):
+        return torch.quantize_per_tensor(torch.rand(4, 4), 0.1, 0, dtype)
+    return torch.zeros(4, 4 * dtype.itemsize, dtype=torch.uint8).view(dtype)
+
+
+DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return bytes(tensor.untyped_storage().tolist())
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*quantized tensor creation", "ignore:ComplexHalf support", "ignore:a value is left"
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": torch.float16, "device": "cpu"}, {"dtype": "fp8"}, {"budget": "1MB"}]
+)
+def test_a_model_runs_with_a_value_of_any_dtype(tmp_path: Path, dtype: torch.dtype, options: Any) -> None:
+    made, model = _of(dtype), nn.Sequential(nn.Identity(), nn.Identity())
+    bits = _bits(made)
+    for to in (None, tmp_path / "run.hookline"):
+        with hookline.record(model, "*", ("input", "output"), to=to, **options) as rec:
+            assert model(made) is made
+        assert _bits(made) == bits
+        for fate in rec.coverage.values():
+            assert fate.status == "captured" or "left out" in fate.reason
+    with hookline.record(model, "0") as rec:
+        model(made)
+    kept = rec["0"].output
+    assert (kept.dtype, kept.shape, _bits(kept)) == (dtype, made.shape, bits)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation")
+@pytest.mark.parametrize("dtype", [torch.quint4x2, torch.quint2x4])
+def test_a_hook_gets_a_value_that_torch_cannot_clone(dtype: torch.dtype) -> None:
+    seen: list[Tensor] = []
+    made, model = _of(dtype), nn.ReLU(inplace=True)
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    with hookline.register_forward_hook(model, lambda module, args, output: seen.append(args[0])):
+        assert model(made) is made
+    assert seen[0].dtype is dtype and _bits(seen[0]) == _bits(made)

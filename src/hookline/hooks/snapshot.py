@@ -37,7 +37,17 @@ def snapshot(tensor: Tensor) -> Tensor:
 
 def _copied(tensor: Tensor) -> Tensor:
     made = None if tensor.is_quantized or _is_small_part(tensor) else lazy_clone(tensor)
-    return tensor.clone() if made is None else made
+    return _cloned(tensor) if made is None else made
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    try:
+        return tensor.clone()
+    except RuntimeError:  # torch has none for quint4x2 and quint2x4
+        if not tensor.is_quantized:
+            raise
+        made, memory = tensor.detach(), tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+        return made.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _is_small_part(tensor: Tensor) -> bool:
@@ -49,6 +59,6 @@ def _is_small_part(tensor: Tensor) -> bool:
 def alike(tensor: Tensor) -> Tensor:
     """A stand-in with the same value and graph that may be written to without reaching the original."""
     if tensor.is_quantized or transforms_active() or (torch.is_grad_enabled() and tensor.requires_grad):
-        return tensor.clone()
+        return _cloned(tensor)
     made = lazy_clone(tensor)
     return tensor.clone() if made is None else made

@@ -22,6 +22,9 @@ __all__ = ["Policy", "parse_bytes", "policy"]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
+_PACKED = getattr(torch, "float4_e2m1fn_x2", None)
+"""Two elements in a byte, which torch calls floating and converts to nothing else; 2.8 and later have it."""
+
 _FLOATING = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -68,7 +71,8 @@ class Policy:
         return self.dtype == FP8 and can_scale(tensor)
 
     def _dtype_for(self, tensor: Tensor) -> torch.dtype:
-        return self.dtype if isinstance(self.dtype, torch.dtype) and tensor.is_floating_point() else tensor.dtype
+        converts = isinstance(self.dtype, torch.dtype) and tensor.is_floating_point() and tensor.dtype != _PACKED
+        return self.dtype if converts else tensor.dtype  # type: ignore[return-value]
 
     def _as_it_stands(self, tensor: Tensor) -> Tensor:
         return snapshot(tensor) if self.detach or not tensor.requires_grad else tensor.clone()
