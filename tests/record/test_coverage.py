@@ -352,3 +352,40 @@ def test_strict_is_silent_where_all_is_captured_and_where_the_block_raises() -> 
     assert len(rec) == 3
     with pytest.raises(ZeroDivisionError), hookline.record(model, strict=True):
         raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+@pytest.mark.parametrize("sites", ["**", ["first", "second"]])
+def test_a_recording_that_ends_inside_a_forward_gives_true_reasons(port: str, sites: Any) -> None:
+    def closing(net: Net, x: Tensor) -> Tensor:
+        if net.training:
+            recorder.__exit__(None, None, None)
+        return net.second(x)
+
+    net = Net(nn.Linear(3, 3), closing)
+    recorder = hookline.record(net, sites, port)
+    rec = recorder.__enter__()
+    net(torch.ones(1, 3, requires_grad=True)).sum().backward()
+    assert rec.coverage[f"first:{port}"].reason == "no backward pass ran while it was recorded"
+    second = rec.coverage[f"second:{port}"]
+    assert second.status == "not reached"
+    assert second.reason == "(root) above it had not returned when the recording ended"
+    if sites == "**":
+        root = rec.coverage[f"(root):{port}"]
+        assert (root.status, root.reason) == ("bypassed", "it had not returned when the recording ended")
+
+
+def test_of_several_calls_only_the_one_that_had_not_returned_is_missing() -> None:
+    def closing(net: Net, x: Tensor) -> Tensor:
+        if net.training:
+            recorder.__exit__(None, None, None)
+        return net.second(x)
+
+    net = Net(nn.Linear(3, 3), closing)
+    recorder = hookline.record(net, "**", ("output", "grad_output"))
+    rec = recorder.__enter__()
+    net.eval()(torch.ones(1, 3)).sum().backward()
+    net.train()(torch.ones(1, 3))
+    fate = rec.coverage["(root):grad_output"]
+    assert (fate.calls, fate.reason) == (1, "1 of 2 calls missing: it had not returned when the recording ended")
+    assert rec.coverage["second:grad_output"].reason == ""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hookline.hooks import original_class, unreachable
+from hookline.hooks.running import running
 from hookline.hooks.torch_private import is_compiled, version
 from hookline.record.coverage import BYPASSED, CAPTURED, NOT_REACHED, Coverage, Fate
 from hookline.report.text import plural
@@ -140,6 +141,7 @@ class _Judge:
         self._modules = modules
         self._evidence = evidence
         self._forwards = forwards
+        self._inside = {id(tap.module()) for tap in running()}  # of calls of this thread that have not returned
         self._any_call = any(seen.calls for seen in evidence.values())
         self._any_gradient = any(
             seen.captured.get(port) for seen in evidence.values() for port in ("grad_output", "grad_input")
@@ -161,7 +163,7 @@ class _Judge:
             return Fate(str(site), status, 0, reason)
         if left_out is not None:
             return Fate(str(site), BYPASSED, 0, _left_out(left_out))
-        return Fate(str(site), BYPASSED, 0, self._no_gradient(site, seen) if is_gradient else self._failed(seen))
+        return Fate(str(site), BYPASSED, 0, self._missing(site, seen, seen.calls))
 
     # ------------------------------------------------------------ it ran
 
@@ -173,8 +175,7 @@ class _Judge:
             notes.append(_left_out(left_out))
         missing = seen.calls - captured - left_out[1]
         if missing > 0:
-            why = self._no_gradient(site, seen) if site.port.startswith("grad") else self._failed(seen)
-            notes.append(f"{missing} of {plural(seen.calls, 'call')} missing: {why}")
+            notes.append(f"{missing} of {plural(seen.calls, 'call')} missing: {self._missing(site, seen, missing)}")
         if replaced := self._replaced(site.path):
             notes.append(f"{replaced}; later calls were not seen")
         if seen.fused:
@@ -183,14 +184,24 @@ class _Judge:
             notes.append(f"besides, {seen.used_by}")
         return "; ".join(notes)
 
+    def _missing(self, site: Site, seen: Evidence, missing: int) -> str:
+        return self._no_gradient(site, seen, missing) if site.port.startswith("grad") else self._failed(seen)
+
+    def _is_inside(self, path: str) -> bool:
+        """Whether this thread is in a call of the module: the recording ends there."""
+        module = self._modules.get(path) if path in self._modules else self._now.get(path)
+        return module is not None and id(module) in self._inside
+
     def _failed(self, seen: Evidence) -> str:
         return f"it raised {seen.error}" if seen.failed else _ENDED
 
-    def _no_gradient(self, site: Site, seen: Evidence) -> str:
+    def _no_gradient(self, site: Site, seen: Evidence, missing: int) -> str:
         if seen.failed == seen.calls:
             return self._failed(seen)
         if site.port in seen.refused:
             return _ENDED
+        if missing - seen.failed == 1 and self._is_inside(site.path):
+            return _CUT
         if seen.inference == seen.calls:
             return "it ran in torch.inference_mode(), which makes no graph"
         if seen.no_grad == seen.calls:
@@ -275,6 +286,8 @@ class _Judge:
                 continue
             if calls == 0:
                 return f"{label(above)} above it did not run"
+            if calls == 1 and self._is_inside(above):
+                return f"{label(above)} above it had not returned when the recording ended"
             fused = "; a fused function may do its work" if isinstance(module, _DROPOUTS) else ""
             return f"{label(above)} ran {plural(calls, 'time')} without calling it{fused}"
         return "it was not called"
@@ -294,6 +307,7 @@ def _left_out(left_out: tuple[int, int, str]) -> str:
 
 
 _ENDED = "the recording had ended by then"
+_CUT = "it had not returned when the recording ended"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
