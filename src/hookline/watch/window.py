@@ -70,4 +70,31 @@ class Window:
 
 def _merged(frame: Frame, count: int) -> npt.NDArray[np.float64]:
     """One row for each series: counts are sums, moments those of all elements together."""
-    raise NotImplementedError
+    merged = np.full((count, len(FIELDS)), np.nan)
+    if not len(frame.series):
+        return merged
+    order = np.argsort(frame.series, kind="stable")
+    series, rows = frame.series[order], frame.values[order]
+    starts = np.flatnonzero(np.r_[True, series[1:] != series[:-1]])
+    there = series[starts]
+    if len(there) == len(series):
+        merged[there] = rows
+        return merged
+    merged[np.ix_(there, _COUNTS)] = np.add.reduceat(rows[:, _COUNTS], starts)
+    merged[there, _COLUMN["min"]] = np.fmin.reduceat(rows[:, _COLUMN["min"]], starts)
+    merged[there, _COLUMN["max"]] = np.fmax.reduceat(rows[:, _COLUMN["max"]], starts)
+    finite = rows[:, _COLUMN["numel"]] - rows[:, _COLUMN["nan"]] - rows[:, _COLUMN["inf"]]
+    known = finite > 0
+    total = np.add.reduceat(finite, starts)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        share = np.where(known, finite / np.repeat(total, np.diff(np.r_[starts, len(series)])), 0.0)
+        mean = np.where(known, rows[:, _COLUMN["mean"]], 0.0)
+        merged_mean = np.add.reduceat(mean * share, starts)
+        away = mean - np.repeat(merged_mean, np.diff(np.r_[starts, len(series)]))
+        std = np.where(known, rows[:, _COLUMN["std"]], 0.0)
+        variance = np.add.reduceat(share * (std * std + away * away), starts)
+        l2 = np.sqrt(np.add.reduceat(np.where(known, rows[:, _COLUMN["l2"]], 0.0) ** 2, starts))
+    merged[there, _COLUMN["mean"]] = np.where(total > 0, merged_mean, np.nan)
+    merged[there, _COLUMN["std"]] = np.where(total > 0, np.sqrt(variance), np.nan)
+    merged[there, _COLUMN["l2"]] = np.where(total > 0, l2, np.nan)
+    return merged
