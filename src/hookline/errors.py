@@ -8,6 +8,7 @@ HooklineError
 │   └── MutationError               a hook wrote into a gradient that it was only shown
 ├── SharedMemoryError (RuntimeError)  an in-place write that autograd cannot follow through an observed call
 ├── CoverageError   (RuntimeError)  with strict=True, a site that was asked for was not captured
+├── IncidentError   (FloatingPointError)  a watch with on_incident="raise" has found something
 ├── BudgetError     (MemoryError)   keeping one more value would pass the byte budget
 ├── QuotaError      (OSError)       writing one more value would pass the quota on disk
 └── FormatError     (ValueError)    a recording on disk is missing, truncated, foreign or inconsistent
@@ -27,6 +28,7 @@ __all__ = [
     "FormatError",
     "HookError",
     "HooklineError",
+    "IncidentError",
     "MutationError",
     "OptionError",
     "QuotaError",
@@ -73,6 +75,18 @@ class CoverageError(HooklineError, RuntimeError):
     def __init__(self, message: str, coverage: Any = None) -> None:
         super().__init__(message)
         self.coverage = coverage
+
+
+class IncidentError(HooklineError, FloatingPointError):
+    """A watch with ``on_incident="raise"`` has found something.
+
+    Attributes:
+        incident: What it has found.
+    """
+
+    def __init__(self, message: str, incident: Any = None) -> None:
+        super().__init__(message)
+        self.incident = incident
 
 
 class BudgetError(HooklineError, MemoryError):

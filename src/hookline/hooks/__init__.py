@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from hookline.hooks.arrivals import origin_key, when_gradients_arrive
 from hookline.hooks.attach import NEVER_CALLED, attach, check_module, unreachable
 from hookline.hooks.call import Call
 from hookline.hooks.handle import Handle
+from hookline.hooks.losses import see_losses
 from hookline.hooks.multi_grad import register_multi_grad_hook
 from hookline.hooks.parameter import register_parameter_hook
 from hookline.hooks.register import (
@@ -29,6 +31,7 @@ __all__ = [
     "attach",
     "call_hook",
     "check_module",
+    "origin_key",
     "original_class",
     "register_backward_hook",
     "register_backward_pre_hook",
@@ -37,6 +40,8 @@ __all__ = [
     "register_multi_grad_hook",
     "register_parameter_hook",
     "register_tensor_hook",
+    "see_losses",
     "snapshot",
     "unreachable",
+    "when_gradients_arrive",
 ]
