@@ -6,7 +6,8 @@ import math
 
 from torch import Tensor
 
-from hookline.stats import Summary, summarize
+from hookline.stats import Summary
+from hookline.stats.compute import row_of as measure
 from hookline.watch.series import FIELDS
 
 __all__ = ["INF", "NAN", "NEG_INF", "Row", "counts", "counts_of", "is_finite", "measure", "scaled", "told"]
@@ -17,12 +18,6 @@ Row = tuple[float, ...]
 NAN, INF, NEG_INF = (FIELDS.index(name) for name in ("nan", "inf", "neg_inf"))
 _COUNTS = ("numel", "nan", "inf", "neg_inf", "zeros", "subnormal")
 _UNITS = tuple(FIELDS.index(name) for name in ("mean", "std", "min", "max", "l2"))
-
-
-def measure(tensor: Tensor) -> Row:
-    """The fields of a tensor's summary, in the order of ``FIELDS``."""
-    found = summarize(tensor)
-    return tuple(getattr(found, name) for name in FIELDS)
 
 
 def is_finite(row: Row) -> bool:

@@ -9,11 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hookline.sites import label
+from hookline.stats.native import FIELDS
 
 __all__ = ["FIELDS", "PORTS", "Frame", "Series", "absmax", "rms"]
-
-FIELDS = ("numel", "mean", "std", "min", "max", "l2", "nan", "inf", "neg_inf", "zeros", "subnormal")
-"""Columns of a row, as in ``hookline.stats.Summary``."""
 
 PORTS = ("output", "grad_output", "parameter", "parameter_grad", "update", "loss")
 """What can be watched. ``update`` is the change of a parameter in an optimizer step."""
