@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, cast
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +12,9 @@ from hookline.watch.series import FIELDS, Frame, Series, absmax, rms
 
 __all__ = ["Window"]
 
+_Array = TypeVar("_Array", bound=npt.NDArray[Any])
+
+_STORED = {name: place for place, name in enumerate((*FIELDS, "rms", "absmax"))}
 _COLUMN = {name: place for place, name in enumerate(FIELDS)}
 _COUNTS = [_COLUMN[name] for name in ("numel", "nan", "inf", "neg_inf", "zeros", "subnormal")]
 
@@ -16,19 +22,25 @@ _COUNTS = [_COLUMN[name] for name in ("numel", "nan", "inf", "neg_inf", "zeros",
 class Window:
     """The last steps, the calls of each step merged.
 
+    Arrays that it gives are read-only views, which hold until the next ``add``: each step is written twice, ``size``
+    places apart, so that the last ones always lie one after the other.
+
     Args:
         size: How many steps are kept.
 
     Attributes:
         series: All series so far; those that a step does not have are NaN there.
+        count: How many steps were taken in so far.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.series: list[Series] = []
-        self._steps = np.zeros(size, np.int64)
-        self._values = np.full((size, 0, len(FIELDS)), np.nan)
-        self._count = 0
+        self.count = 0
+        self._steps = np.zeros(2 * size, np.int64)
+        self._data = np.full((len(_STORED), 2 * size, 0), np.nan)
+        self._extra: list[dict[str, Any]] = []
+        self._known: dict[Hashable, object] = {}
 
     def add(self, frame: Frame, series: list[Series]) -> None:
         """Take in a step; the oldest one goes.
@@ -38,34 +50,70 @@ class Window:
             series: All series so far, to which ``frame.series`` points; it only ever grows.
         """
         if len(series) > len(self.series):
-            more = np.full((self.size, len(series) - len(self.series), len(FIELDS)), np.nan)
-            self._values = np.concatenate((self._values, more), axis=1)
+            more = np.full((len(_STORED), 2 * self.size, len(series) - len(self.series)), np.nan)
+            self._data = np.concatenate((self._data, more), axis=2)
             self.series = list(series)
-        place = self._count % self.size
-        self._steps[place] = frame.step
-        self._values[place] = _merged(frame, len(self.series))
-        self._count += 1
+            self._known.clear()
+        merged = _merged(frame, len(self.series))
+        columns = np.concatenate((merged.T, rms(merged)[None], absmax(merged)[None]))
+        for place in (self.count % self.size, self.count % self.size + self.size):
+            self._steps[place] = frame.step
+            self._data[:, place] = columns
+        self._extra = [*self._extra[-(self.size - 1) :], frame.extra] if self.size > 1 else [frame.extra]
+        self.count += 1
+
+    def __len__(self) -> int:
+        return min(self.count, self.size)
 
     @property
     def steps(self) -> npt.NDArray[np.int64]:
         """Numbers of the steps, oldest first, shape (steps,)."""
-        return self._steps[self._places()]
+        return _read_only(self._steps[self._last(None)])
 
     def values(self, last: int | None = None) -> npt.NDArray[np.float64]:
         """Rows of the last steps, oldest first, shape (steps, series, fields)."""
-        places = self._places()
-        return self._values[places if last is None else places[max(0, len(places) - last) :]]
+        return _read_only(np.moveaxis(self._data[: len(FIELDS), self._last(last)], 0, 2))
 
     def field(self, name: str, last: int | None = None) -> npt.NDArray[np.float64]:
-        """One field, or ``"rms"`` or ``"absmax"``, shape (steps, series)."""
-        values = self.values(last)
-        if name == "rms":
-            return rms(values)
-        return absmax(values) if name == "absmax" else values[..., _COLUMN[name]]
+        """One field, or ``"rms"`` or ``"absmax"``, of the last steps, oldest first, shape (steps, series)."""
+        return _read_only(self._data[_STORED[name], self._last(last)])
 
-    def _places(self) -> npt.NDArray[np.int64]:
-        first = max(0, self._count - self.size)
-        return np.arange(first, self._count) % self.size
+    def extra(self, last: int | None = None) -> list[dict[str, Any]]:
+        """What else is known of the last steps, oldest first."""
+        return self._extra[max(0, len(self) - last) :] if last is not None else list(self._extra)
+
+    def at(self, ports: tuple[str, ...], types: frozenset[str] | None = None) -> npt.NDArray[np.int64]:
+        """Numbers of the series at these ports, of modules of these classes if given; ascending."""
+        return self.chosen((ports, types), lambda one: one.port in ports and (types is None or one.type_name in types))
+
+    def chosen(self, key: Hashable, wanted: Callable[[Series], bool]) -> npt.NDArray[np.int64]:
+        """Numbers of the series that a function wants; it is asked once for each key, until there are more series."""
+        return self.known(key, lambda: np.array([n for n, one in enumerate(self.series) if wanted(one)], np.int64))
+
+    def known(self, key: Hashable, make: Callable[[], _Array]) -> _Array:
+        """What a function makes of the series; it is asked once for each key, until there are more series."""
+        if key not in self._known:
+            self._known[key] = make()
+        return cast(_Array, self._known[key])
+
+    def partners(self, ports: tuple[str, ...], port: str) -> npt.NDArray[np.int64]:
+        """For each series of ``at(ports)`` the one of the same path and place at another port; -1 if there is none."""
+
+        def find() -> npt.NDArray[np.int64]:
+            places = {(one.path, one.place): n for n, one in enumerate(self.series) if one.port == port}
+            own = (self.series[n] for n in self.at(ports).tolist())
+            return np.array([places.get((one.path, one.place), -1) for one in own], np.int64)
+
+        return self.known(("partners", ports, port), find)
+
+    def _last(self, last: int | None) -> slice:
+        end = (self.count - 1) % self.size + self.size + 1
+        return slice(end - min(len(self), len(self) if last is None else last), end)
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    array.flags.writeable = False
+    return array
 
 
 def _merged(frame: Frame, count: int) -> npt.NDArray[np.float64]:
@@ -80,7 +128,7 @@ def _merged(frame: Frame, count: int) -> npt.NDArray[np.float64]:
     if len(there) == len(series):
         merged[there] = rows
         return merged
-    merged[np.ix_(there, _COUNTS)] = np.add.reduceat(rows[:, _COUNTS], starts)
+    merged[there[:, None], _COUNTS] = np.add.reduceat(rows[:, _COUNTS], starts)
     merged[there, _COLUMN["min"]] = np.fmin.reduceat(rows[:, _COLUMN["min"]], starts)
     merged[there, _COLUMN["max"]] = np.fmax.reduceat(rows[:, _COLUMN["max"]], starts)
     finite = rows[:, _COLUMN["numel"]] - rows[:, _COLUMN["nan"]] - rows[:, _COLUMN["inf"]]
@@ -93,7 +141,10 @@ def _merged(frame: Frame, count: int) -> npt.NDArray[np.float64]:
         away = mean - np.repeat(merged_mean, np.diff(np.r_[starts, len(series)]))
         std = np.where(known, rows[:, _COLUMN["std"]], 0.0)
         variance = np.add.reduceat(share * (std * std + away * away), starts)
-        l2 = np.sqrt(np.add.reduceat(np.where(known, rows[:, _COLUMN["l2"]], 0.0) ** 2, starts))
+        l2 = np.where(known, rows[:, _COLUMN["l2"]], 0.0)
+        largest = np.maximum.reduceat(l2, starts)  # divided by it, no square leaves float64
+        scale = np.where(largest > 0, largest, 1.0)
+        l2 = np.sqrt(np.add.reduceat((l2 / np.repeat(scale, np.diff(np.r_[starts, len(series)]))) ** 2, starts)) * scale
     merged[there, _COLUMN["mean"]] = np.where(total > 0, merged_mean, np.nan)
     merged[there, _COLUMN["std"]] = np.where(total > 0, np.sqrt(variance), np.nan)
     merged[there, _COLUMN["l2"]] = np.where(total > 0, l2, np.nan)
