@@ -97,11 +97,12 @@ def frames(training: Training, steps: int | None = None) -> Iterator[tuple[Frame
 def _at_module(collector: Collector, path: str) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         for place, tensor in _tensors(output):
-            kind, dtype = type(module).__name__, _name(tensor)
-            collector.put(path, "output", place, kind, tensor, dtype)
+            collector.put(path, "output", place, type(module).__name__, tensor, _name(tensor))
             if tensor.requires_grad:
                 tensor.register_hook(
-                    lambda grad, place=place: collector.put(path, "grad_output", place, kind, grad, _name(grad))
+                    lambda grad, place=place: collector.put(
+                        path, "grad_output", place, type(module).__name__, grad, _name(grad)
+                    )
                 )
 
     return hook

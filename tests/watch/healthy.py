@@ -13,8 +13,11 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
 
-TEXT = """the rain in spain stays mainly in the plain, and the quick brown fox jumps over the lazy dog. a watched pot
-never boils; a watched training does, now and then, and it is good to know which of its layers was the first to. """ * 4
+TEXT = (
+    """the rain in spain stays mainly in the plain, and the quick brown fox jumps over the lazy dog. a watched pot
+never boils; a watched training does, now and then, and it is good to know which of its layers was the first to. """
+    * 4
+)
 LETTERS = sorted(set(TEXT))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 
@@ -65,7 +66,7 @@ class Engine:
             try:
                 found = list(one.check(window, one))
                 fresh = [finding for finding in found if self._is_fresh(one, finding, window.count)]
-                told += [_told(one, finding, window) for finding in fresh]
+                told += [_told(one, finding, window) for finding in _few(fresh)]
             except Exception as error:
                 told += self._failure(one, error, window)
         return told
@@ -90,7 +91,18 @@ class Engine:
 
 
 _MODEL = Series("", "output")
+_MOST = 8
+"""Findings of one rule in one step that are told one by one: what is wrong everywhere is not said 800 times."""
 _DIRECTION = {"output": "forward", "loss": "forward", "grad_output": "backward", "parameter_grad": "backward"}
+
+
+def _few(findings: list[Finding]) -> list[Finding]:
+    """The first ones; the last of them stands for those that are left out."""
+    if len(findings) <= _MOST:
+        return findings
+    rest = (number for one in findings[_MOST:] for number in (one.series, *one.others) if number is not None)
+    last = findings[_MOST - 1]
+    return [*findings[: _MOST - 1], dataclasses.replace(last, others=(*last.others, *rest))]
 
 
 def _told(asking: Rule, finding: Finding, window: Window) -> Incident:

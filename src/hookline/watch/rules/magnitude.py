@@ -151,7 +151,8 @@ def _floors(window: Window, ports: tuple[str, ...]) -> Array:
 def _shares(rms: Array) -> Array:
     """Of each step's largest value, shape (steps, series); NaN where the step has none."""
     largest = np.fmax.reduce(rms, axis=1, initial=0.0)[:, None]
-    return np.divide(rms, largest, out=np.full_like(rms, np.nan), where=largest > 0)
+    shares: Array = np.divide(rms, largest, out=np.full_like(rms, np.nan), where=largest > 0)
+    return shares
 
 
 def _median(values: Array) -> Array:
