@@ -63,8 +63,8 @@ def vanishing(window: Window, rule: Rule) -> Iterable[Finding]:
         if not len(numbers) or len(window) < _LASTING:
             continue
         last = window.field("rms", _LASTING)[:, numbers]
-        share = _shares(last)
-        candidates = np.flatnonzero((share.max(0) < _SHARE) & (last[-1] > 0))
+        share = _shares(last, np.fmax.reduce(last, axis=1, initial=0.0))
+        candidates = np.flatnonzero((share.max(0) < max(_SHARE, rule.limit)) & (last[-1] > 0))
         if not len(candidates):
             continue
         history = window.field("rms", rule.window)[:, numbers]
@@ -74,10 +74,13 @@ def vanishing(window: Window, rule: Rule) -> Iterable[Finding]:
 def _vanished(
     rule: Rule, numbers: Numbers, candidates: Numbers, history: Array, *, by_depth: bool
 ) -> Iterable[Finding]:
-    share, half = _shares(history)[:, candidates], len(history) // 2
+    largest = np.fmax.reduce(history, axis=1, initial=0.0)
+    share, half = _shares(history[:, candidates], largest), len(history) // 2
     recent = np.max(share[-_LASTING:], axis=0)
     highest = np.fmax.reduce(share[:half], axis=0, initial=0.0)
     possible = (recent < rule.limit) | (recent < _SHARE * highest)
+    if not possible.any():
+        return
     candidates, share, recent = candidates[possible], share[:, possible], recent[possible]
     usual = _median(share[:half]) if half >= _LASTING else np.full(len(candidates), np.nan)
     known = np.count_nonzero(~np.isnan(share), axis=0) >= min(rule.window, _EARLIER) // 2
@@ -148,10 +151,9 @@ def _floors(window: Window, ports: tuple[str, ...]) -> Array:
     return window.known(("floors", ports), find)
 
 
-def _shares(rms: Array) -> Array:
+def _shares(rms: Array, largest: Array) -> Array:
     """Of each step's largest value, shape (steps, series); NaN where the step has none."""
-    largest = np.fmax.reduce(rms, axis=1, initial=0.0)[:, None]
-    shares: Array = np.divide(rms, largest, out=np.full_like(rms, np.nan), where=largest > 0)
+    shares: Array = np.divide(rms, largest[:, None], out=np.full_like(rms, np.nan), where=largest[:, None] > 0)
     return shares
 
 
