@@ -20,6 +20,10 @@ SAMPLE = 1 << 16
 """Elements of a parameter from which its update is computed; of a larger one this many, evenly spread."""
 
 
+_NONE = measure(torch.empty(0, device="cpu"))
+"""The row of a gradient that is not there."""
+
+
 class _Named(NamedTuple):
     path: str
     name: str
@@ -54,13 +58,16 @@ class Parameters:
         """An optimizer is about to step: measure the gradients that it sees, and remember the parameters."""
         self._before = {}
         for path, name, type_name, parameter in self._of(optimizer):
-            if "parameter_grad" in self._ports and parameter.grad is not None:
+            if "parameter_grad" in self._ports and parameter.requires_grad:
+                if parameter.grad is None:
+                    session.add_row(session.series_of(path, "parameter_grad", name, type_name, parameter.dtype), _NONE)
+                    continue
                 row = measure(parameter.grad)
                 index = session.series_of(path, "parameter_grad", name, type_name, parameter.grad.dtype)
                 session.add_row(index, row)
                 if not is_finite(row):
                     session.origins.parameter(path, name, type_name, parameter.grad.dtype, row)
-            if updates and "update" in self._ports:
+            if updates and "update" in self._ports and parameter.requires_grad:
                 self._before[id(parameter)] = _sample(parameter).clone()
 
     def after_update(self, session: Session, optimizer: torch.optim.Optimizer, *, updates: bool) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from hookline.record.ranks import rank
 from hookline.sites import Pattern, resolve
 from hookline.watch.clock import Clock, Scaler
 from hookline.watch.incident import Incident
-from hookline.watch.measure import Row, is_finite, measure, scaled
+from hookline.watch.measure import is_finite, measure, scaled
 from hookline.watch.observer import ModuleWatch
 from hookline.watch.origin import Case
 from hookline.watch.parameters import Parameters
@@ -129,7 +129,7 @@ class Watch:
         self._on_incident = on_incident
         self._rank = rank()
         self._session = Session(self._non_finite)
-        self._window = Window(engine.window)
+        self._window = Window(engine.size)
         self._parameters = Parameters(modules, ports)
         self._clock = Clock(optimizers, self._before_update, self._after_update, self._end_step)
         self._scaler = Scaler(scaler, self._scale_updated)
@@ -262,18 +262,8 @@ class Watch:
 
     def _look(self, frame: Frame) -> None:
         self._window.add(frame, self._session.series)
-        for finding in self._engine.check(self._window):
-            incident = Incident(
-                rule=finding.rule.name,
-                severity=finding.severity or finding.rule.severity,
-                step=frame.step,
-                series=self._session.series[finding.series],
-                message=finding.message,
-                evidence=finding.evidence,
-                rank=self._rank,
-                time=frame.time,
-            )
-            self._tell(incident)
+        for found in self._engine.check(self._window):
+            self._tell(dataclasses.replace(found, rank=self._rank, time=frame.time))
 
     # ------------------------------------------------------------ incidents
 
