@@ -7,11 +7,12 @@
   hookline export run.hookline   write it for NumPy, Parquet, Zarr or safetensors
   hookline verify run.hookline   look for damage in it
   hookline repair run.hookline   make a new one of what is whole in it
+  hookline replay BUNDLE         run the module of an incident once more
   hookline help COMMAND          options and examples of a command
   hookline --version             the version
 
-The exit status is that of the script for run and plan, 1 for damage that verify found or for what repair could
-not save, and 2 for a mistake in what was asked for.
+The exit status is that of the script for run and plan, 1 for damage that verify found, for what repair could not save
+or replay not reproduce, and 2 for a mistake in what was asked for.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
-from hookline.cli import export, plan, plot, repair, run, show, verify
+from hookline.cli import export, plan, plot, repair, replay, run, show, verify
 from hookline.cli.parser import name_of
 from hookline.errors import HooklineError, OptionError
 from hookline.sites import nearest
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: tuple[ModuleType, ...] = (run, plan, show, plot, export, verify, repair)
+COMMANDS: tuple[ModuleType, ...] = (run, plan, show, plot, export, verify, repair, replay)
 
 _MISTAKE = 2
 _BROKEN_PIPE = 141

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.fx
+import torch.utils._python_dispatch
 import torch.utils.checkpoint
 from torch import Tensor
 
@@ -297,3 +298,46 @@ def forward_mode() -> bool:
     Needs ``torch.autograd.forward_ad._current_level`` (1.11). True where it is missing: it only saves time.
     """
     return int(getattr(torch.autograd.forward_ad, "_current_level", 0)) >= 0
+
+
+class DispatchMode(torch.utils._python_dispatch.TorchDispatchMode):
+    """Sees every operation below autograd while it is entered, in this thread and in the backward passes it starts.
+
+    Needs ``torch.utils._python_dispatch.TorchDispatchMode`` (1.11). No fallback.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would wrap ``__torch_dispatch__`` and import its whole compiler for that (2.6)."""
+        return False
+
+
+def current_node() -> Any:
+    """The autograd node whose backward this thread is in, None outside one.
+
+    Needs ``torch._C._current_autograd_node`` (2.1); None where it is missing: operations of a backward pass then have
+    no node.
+    """
+    function = getattr(_C, "_current_autograd_node", None)
+    return None if function is None else function()
+
+
+def nodes_made() -> int:
+    """The number that the next autograd node of this thread will have, see ``sequence_number``.
+
+    Needs ``torch._C._autograd._get_sequence_nr`` (2.0). No fallback.
+    """
+    number: int = _AUTOGRAD._get_sequence_nr()
+    return number
+
+
+def written_arguments(function: Any) -> list[tuple[int, str, bool]]:
+    """Place, name and whether it is only written to, of each argument that an operation writes into.
+
+    Needs ``OpOverload._schema`` (1.12). No fallback.
+    """
+    return [
+        (place, argument.name, bool(argument.is_out))
+        for place, argument in enumerate(function._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]

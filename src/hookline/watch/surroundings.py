@@ -1,0 +1,70 @@
+"""What a module finds around it besides its arguments: random numbers and automatic casts; taken down, set, put back."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Autocast", "autocast_state", "random_state", "same_random_numbers", "under"]
+
+RandomState = Mapping[str, Tensor]
+"""State of torch's generators by device, such as ``"cpu"`` and ``"cuda:0"``; uint8."""
+
+
+class Autocast(NamedTuple):
+    """What ``torch.autocast`` has set for one type of device; ``dtype`` is that to which it casts."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+
+
+def autocast_state() -> tuple[Autocast, ...]:
+    """The automatic casts of this thread."""
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return tuple(Autocast(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in devices)
+
+
+@contextlib.contextmanager
+def under(state: tuple[Autocast, ...]) -> Iterator[None]:
+    """Inside, casts are as given. Nothing is kept in torch's cache of cast weights."""
+    with contextlib.ExitStack() as stack:
+        for device, enabled, dtype in state:
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+        yield
+
+
+def random_state() -> dict[str, Tensor]:
+    """The state of torch's generators."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state |= {f"cuda:{n}": one for n, one in enumerate(torch.cuda.get_rng_state_all())}
+    return state
+
+
+@contextlib.contextmanager
+def same_random_numbers(rng: Tensor | RandomState | None) -> Iterator[None]:
+    """Inside, torch's generators begin at ``rng``, that of the CPU or those by device; all are put back at the end."""
+    before, python, numpy = random_state(), random.getstate(), np.random.get_state()
+    try:
+        if rng is not None:
+            _set({"cpu": rng} if isinstance(rng, Tensor) else rng)
+        yield
+    finally:
+        _set(before)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _set(state: RandomState) -> None:
+    for device, one in state.items():
+        if device == "cpu":
+            torch.set_rng_state(one)
+        elif torch.cuda.is_available() and int(device.partition(":")[2]) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(one, device)
