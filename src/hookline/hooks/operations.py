@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from hookline.hooks.torch_private import (
     DispatchMode,
     current_node,
@@ -69,7 +66,7 @@ class Operation:
                 yield name, one, is_out
 
 
-class Operations(DispatchMode):
+class Operations(DispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, a listener stands around every operation.
 
     Args:
@@ -78,7 +75,7 @@ class Operations(DispatchMode):
     """
 
     def __init__(self, around: Callable[[Operation, Callable[[], Any]], Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._around = around
 
     def __torch_dispatch__(
@@ -92,8 +89,3 @@ class Operations(DispatchMode):
             return operation.output
 
         return self._around(operation, carry_out)
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor is of torch's own class, with one memory."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and storage_id(tensor) is not None

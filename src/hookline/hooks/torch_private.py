@@ -300,7 +300,7 @@ def forward_mode() -> bool:
     return int(getattr(torch.autograd.forward_ad, "_current_level", 0)) >= 0
 
 
-class DispatchMode(torch.utils._python_dispatch.TorchDispatchMode):
+class DispatchMode(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation below autograd while it is entered, in this thread and in the backward passes it starts.
 
     Needs ``torch.utils._python_dispatch.TorchDispatchMode`` (1.11). No fallback.

@@ -7,7 +7,7 @@
     source/                the source files of classes that no package brings
     replay.py              runs it
 
-Loading a bundle runs code of its ``source`` folder: replay your own bundles only. Reading one with ``describe`` runs none.
+Loading a bundle runs code of its ``source`` folder: replay your own bundles only. ``describe`` reads one and runs none.
 """
 
 from __future__ import annotations
@@ -78,31 +78,32 @@ def write_bundle(
     rng: Tensor | RandomState | None = None,
     incident: Mapping[str, Any] | None = None,
     autocast: tuple[Autocast, ...] | None = None,
-    limit: int = LIMIT,
 ) -> Path:
     """Write what is needed to run a module once more.
 
     Args:
         folder: The bundle to make; nothing of that name may be there.
         module: As it was when the incident happened; each part's training mode is stored.
-        args, kwargs: What it was called with.
-        grad_outputs, rng, autocast: As for ``zoom``.
+        args: What it was called with.
+        kwargs: What it was called with by name.
+        grad_outputs: As for ``zoom``.
+        rng: As for ``zoom``.
         incident: What was found, as an object for JSON.
-        limit: Most bytes of tensors.
+        autocast: As for ``zoom``.
 
     Returns:
         The folder. A module of which a part cannot be stored is left out, and ``left_out`` in bundle.json says why;
         its parameters and buffers are stored all the same.
 
     Raises:
-        BudgetError: The arguments, gradients and states alone are larger than ``limit``.
+        BudgetError: The arguments, gradients and states alone are larger than ``LIMIT``.
         OptionError: There is something of that name.
         OSError: The disk is full, or refuses.
     """
     place = Path(folder)
     if os.path.lexists(place):
         raise OptionError(f"{place} is there already. Give the bundle another name.")
-    encoder, content = _content(module, tuple(args), dict(kwargs), grad_outputs, rng, limit)
+    encoder, content = _content(module, tuple(args), dict(kwargs), grad_outputs, rng)
     content["incident"] = dict(incident or {})
     content["autocast"] = [
         [one.device, one.enabled, str(one.dtype).removeprefix("torch.")]
@@ -130,15 +131,14 @@ def _content(
     kwargs: dict[str, Any],
     grad_outputs: Any,
     rng: Tensor | RandomState | None,
-    limit: int,
 ) -> tuple[Encoder, dict[str, Any]]:
-    """The tree of bundle.json; a module that cannot be stored is left out with the reason."""
+    """The tree of bundle.json, and its tensors; a module that cannot be stored is left out with the reason."""
     whole = Encoder(import_name)
     own = sum(one.numel() * one.element_size() for one in {id(one): one for one in own_tensors(module)}.values())
-    node = whole.encode(module, "module") if own <= limit else None
+    node = whole.encode(module, "module") if own <= LIMIT else None
     left_out = list(whole.problems)
-    if own > limit:
-        left_out.append(f"module: its tensors have {own:,} bytes, more than the limit of {limit:,}")
+    if own > LIMIT:
+        left_out.append(f"module: its tensors have {own:,} bytes, more than the limit of {LIMIT:,}")
     encoder = Encoder(import_name) if left_out else whole
     encoder.problems.clear()
     states = {"cpu": rng} if isinstance(rng, Tensor) else None if rng is None else dict(rng)
@@ -156,13 +156,13 @@ def _content(
         "environment": _environment(),
     }
     size = sum(one.numel() * one.element_size() for one in encoder.tensors) - (0 if left_out else own)
-    if size > limit:
-        raise BudgetError(f"the arguments of the module have {size:,} bytes, the limit of a bundle is {limit:,}.")
-    if left_out and own <= limit:
+    if size > LIMIT:
+        raise BudgetError(f"the arguments of the module have {size:,} bytes, the limit of a bundle is {LIMIT:,}.")
+    if left_out and own <= LIMIT:
         state = {name: one for name, one in (*module.named_parameters(), *module.named_buffers())}
         content["state"] = _or_none(encoder, state, "state")
-    elif own + size > limit:
-        raise BudgetError(f"module and arguments have {own + size:,} bytes, the limit of a bundle is {limit:,}.")
+    elif own + size > LIMIT:
+        raise BudgetError(f"module and arguments have {own + size:,} bytes, the limit of a bundle is {LIMIT:,}.")
     content["left_out"] = left_out + encoder.problems
     return encoder, content
 
@@ -281,7 +281,7 @@ def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if type(about) is not dict or about.get("format") != _FORMAT:
         raise FormatError(f'{place}: "format" has to be "{_FORMAT}". This is no bundle of Hookline.')
     if about.get("version") != _VERSION:
-        raise FormatError(f"{place}: it has version {about.get('version')}, this Hookline reads {_VERSION}. Upgrade it.")
+        raise FormatError(f"{place}: it has version {about.get('version')}, this Hookline reads {_VERSION}.")
     wanted = {
         "sources": dict, "environment": dict, "autocast": list, "left_out": list, "training": bool, "grad": bool
     }  # fmt: skip

@@ -102,18 +102,21 @@ class Encoder:
         kind = type(value)
         if kind in (tuple, list, set, frozenset):
             return {kind.__name__: below(value)}
-        if kind is dict:
-            return {"dict": pairs(value)}
+        if isinstance(value, dict):
+            return {"dict": pairs(value)} if kind is dict else {"mapping": self._name_of(kind), "items": pairs(value)}
+        if isinstance(value, tuple):
+            return {"named": self._name_of(kind), "items": below(value)}
+        return self._named(value, place, depth)
+
+    def _named(self, value: Any, place: str, depth: int) -> dict[str, Any]:
+        """What has the name of a class or function in its node."""
+        kind = type(value)
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             return {"import": self._name_of(value)}
         if isinstance(value, enum.Enum):
             return {"enum": [self._name_of(kind), value.name]}
         if isinstance(value, weakref.ref) and isinstance(value(), Tensor):
             return {"weak": self._tensor(value())}
-        if isinstance(value, dict):
-            return {"mapping": self._name_of(kind), "items": pairs(value)}
-        if isinstance(value, tuple):
-            return {"named": self._name_of(kind), "items": below(value)}
         if dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace):
             return {"object": self._name_of(kind), "state": self._state(_fields(value), place, depth)}
         raise CannotStore(f"a {kind.__module__}.{kind.__qualname__} cannot be stored")
@@ -178,7 +181,7 @@ def _plain(value: Any) -> dict[str, Any] | None:
 
 def _fields(value: Any) -> dict[str, Any]:
     if hasattr(value, "__dict__"):
-        return vars(value)
+        return dict(vars(value))
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
 
 
@@ -208,9 +211,10 @@ class Decoder:
         if reader is None:
             raise self._fault(f"there is no node of the kind {show(next(iter(node)))}")
         try:
-            return reader(node)
+            value = reader(node)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise self._fault(f"a node of the kind {show(next(iter(node)))} is damaged ({error})") from error
+        return value
 
     def _fault(self, problem: str) -> FormatError:
         return FormatError(f"{self._place}: {problem}. It was damaged or changed after it was written.")
@@ -249,8 +253,11 @@ class Decoder:
         return dict(self._pairs(node["dict"]))
 
     def _read_mapping(self, node: dict[str, Any]) -> Any:
-        cls, items = self._find(node["mapping"]), dict(self._pairs(node["items"]))
-        return cls(**items) if dataclasses.is_dataclass(cls) else cls(items)
+        cls = self._find(node["mapping"])
+        items = dict(self._pairs(node["items"]))
+        as_names = dataclasses.is_dataclass(cls)  # such as the outputs of transformers
+        make: Any = cls
+        return make(**items) if as_names else make(items)
 
     def _read_named(self, node: dict[str, Any]) -> Any:
         cls, items = self._find(node["named"]), tuple(self._all(node["items"]))

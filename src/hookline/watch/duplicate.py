@@ -42,7 +42,8 @@ def duplicate(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
     Args:
         module: Any module that needs no other process.
-        args, kwargs: Its arguments.
+        args: Its arguments.
+        kwargs: Those with a name.
         limit: Most bytes that are copied.
 
     Raises:

@@ -5,7 +5,6 @@ training script gives its classes and does not train.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -26,10 +25,10 @@ from hookline.watch.codec import CannotStore
 
 __all__ = ["Sources", "import_name", "local_sources"]
 
-_HARMLESS = frozenset(
-    "TypeVar ParamSpec NewType namedtuple NamedTuple getLogger device finfo set frozenset tuple list dict range int "
-    "float bool str len".split()
-)
+_HARMLESS = frozenset({
+    "TypeVar", "ParamSpec", "NewType", "namedtuple", "NamedTuple", "getLogger", "device", "finfo", "set", "frozenset",
+    "tuple", "list", "dict", "range", "int", "float", "bool", "str", "len",
+})  # fmt: skip
 """Functions that a constant may be made with."""
 _PLAIN = (
     ast.Constant, ast.Name, ast.Attribute, ast.Tuple, ast.List, ast.Dict, ast.Set, ast.UnaryOp, ast.BinOp, ast.BoolOp,

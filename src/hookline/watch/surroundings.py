@@ -1,4 +1,4 @@
-"""What a module finds around it besides its arguments: random numbers and automatic casts; taken down, set, put back."""
+"""Random numbers and automatic casts as a module finds them: taken down, set, put back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def under(state: tuple[Autocast, ...]) -> Iterator[None]:
 def random_state() -> dict[str, Tensor]:
     """The state of torch's generators."""
     state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state |= {f"cuda:{n}": one for n, one in enumerate(torch.cuda.get_rng_state_all())}
     return state
 

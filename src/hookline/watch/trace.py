@@ -23,18 +23,20 @@ from hookline.watch.frames import NOWHERE, Where, where
 
 __all__ = ["NeedsProcesses", "Source", "Trace", "Value"]
 
-_OVERWRITES = frozenset(
-    "copy_ fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_".split()
-)
+_OVERWRITES = frozenset({
+    "copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_",
+    "log_normal_",
+})  # fmt: skip
 """Operations that do not read what they write into."""
-_ON_PURPOSE = frozenset(
-    "masked_fill masked_fill_ full full_like new_full fill fill_ scalar_tensor where index_fill index_fill_ index_put "
-    "index_put_ constant_pad_nd add add_ sub sub_ rsub lift_fresh clamp_min clamp_max".split()
-)
+_ON_PURPOSE = frozenset({
+    "masked_fill", "masked_fill_", "full", "full_like", "new_full", "fill", "fill_", "scalar_tensor", "where",
+    "index_fill", "index_fill_", "index_put", "index_put_", "constant_pad_nd", "add", "add_", "sub", "sub_", "rsub",
+    "lift_fresh", "clamp_min", "clamp_max",
+})  # fmt: skip
 """Operations to which an infinite number is given by somebody who means it."""
 _CONSTANTS = frozenset({"lift_fresh", "lift_fresh_copy"})
 """How a tensor comes in that was made of Python's numbers."""
-_UNINITIALIZED = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_".split())
+_UNINITIALIZED = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"])
 _FUSED_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention")
 """What these return besides their output is not defined for rows that are masked or padded."""
 

@@ -127,7 +127,8 @@ def zoom(
 
     Args:
         module: What to run, in the mode that it is in.
-        args, kwargs: What to call it with.
+        args: What to call it with.
+        kwargs: What to call it with by name.
         grad_outputs: To run its backward as well: one entry for each leaf of the output, None where no gradient
             arrived; or gradients by their number among the floating tensors of the output that require one.
         rng: State of the CPU's random numbers to begin with, or states by device; None for that of now.
@@ -214,7 +215,9 @@ def _pairs(leaves: list[Any], grad_outputs: GradOutputs) -> list[tuple[Tensor, T
         if len(grad_outputs) != len(leaves):
             raise CannotCopy(f"{len(grad_outputs)} gradients were given for an output with {len(leaves)} leaves")
         both = zip(leaves, grad_outputs, strict=True)
-        found = [(leaf, grad) for leaf, grad in both if isinstance(leaf, Tensor) and leaf.requires_grad and grad is not None]
+        found = [
+            (leaf, grad) for leaf, grad in both if isinstance(leaf, Tensor) and leaf.requires_grad and grad is not None
+        ]
     return [(leaf, snapshot(grad)) for leaf, grad in found]
 
 
