@@ -24,14 +24,13 @@ from typing import Any
 
 import safetensors
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hookline.errors import BudgetError, FormatError, OptionError
 from hookline.store.folders import hidden, publish, remove, sync_folder, write_synced
 from hookline.store.strict_json import READABLE, parse
 from hookline.watch.codec import Decoder, Encoder
-from hookline.watch.duplicate import own_tensors
 from hookline.watch.sources import Sources, import_name, local_sources
 from hookline.watch.surroundings import Autocast, RandomState, autocast_state
 from hookline.watch.zoom import Zoom, zoom
@@ -114,7 +113,7 @@ def write_bundle(
     try:
         draft.mkdir()
         content["sources"] = _copy_sources(draft / _SOURCE, content)
-        write_synced(draft / _TENSORS, _bytes_of(encoder.tensors))
+        _write_tensors(draft / _TENSORS, encoder.tensors)
         write_synced(draft / _SCRIPT, _REPLAY.encode())
         write_synced(draft / _JSON, READABLE.encode(content).encode())
         sync_folder(draft)
@@ -133,38 +132,44 @@ def _content(
     rng: Tensor | RandomState | None,
 ) -> tuple[Encoder, dict[str, Any]]:
     """The tree of bundle.json, and its tensors; a module that cannot be stored is left out with the reason."""
-    whole = Encoder(import_name)
-    own = sum(one.numel() * one.element_size() for one in {id(one): one for one in own_tensors(module)}.values())
-    node = whole.encode(module, "module") if own <= LIMIT else None
-    left_out = list(whole.problems)
-    if own > LIMIT:
-        left_out.append(f"module: its tensors have {own:,} bytes, more than the limit of {LIMIT:,}")
-    encoder = Encoder(import_name) if left_out else whole
-    encoder.problems.clear()
-    states = {"cpu": rng} if isinstance(rng, Tensor) else None if rng is None else dict(rng)
-    grads = dict(grad_outputs) if isinstance(grad_outputs, Mapping) else grad_outputs
-    content: dict[str, Any] = {
+
+    def around_it(encoder: Encoder) -> dict[str, Any]:
+        states = {"cpu": rng} if isinstance(rng, Tensor) else rng
+        grads = dict(grad_outputs) if isinstance(grad_outputs, Mapping) else grad_outputs
+        return {
+            "arguments": _or_none(encoder, (args, kwargs), "arguments"),
+            "grad_outputs": _or_none(encoder, grads, "grad_outputs"),
+            "rng": _or_none(encoder, None if states is None else dict(states), "rng"),
+        }
+
+    about: dict[str, Any] = {
         "format": _FORMAT,
         "version": _VERSION,
-        "module": None if left_out else node,
+        "module": None,
         "module_class": f"{type(module).__module__}:{type(module).__qualname__}",
         "training": module.training,
         "grad": torch.is_grad_enabled() or grad_outputs is not None,
-        "arguments": _or_none(encoder, (args, kwargs), "arguments"),
-        "grad_outputs": _or_none(encoder, None if grads is None else grads, "grad_outputs"),
-        "rng": _or_none(encoder, states, "rng"),
         "environment": _environment(),
     }
-    size = sum(one.numel() * one.element_size() for one in encoder.tensors) - (0 if left_out else own)
-    if size > LIMIT:
+    encoder = Encoder(import_name)
+    node = encoder.encode(module, "module")
+    if not (left_out := list(encoder.problems)):
+        about |= around_it(encoder)
+        if (size := _size(encoder)) <= LIMIT:
+            return encoder, about | {"module": node, "left_out": encoder.problems}
+        left_out = [f"module: with its arguments it has {size:,} bytes, more than the limit of {LIMIT:,}"]
+    encoder = Encoder(import_name)
+    about |= around_it(encoder)
+    if (size := _size(encoder)) > LIMIT:
         raise BudgetError(f"the arguments of the module have {size:,} bytes, the limit of a bundle is {LIMIT:,}.")
-    if left_out and own <= LIMIT:
-        state = {name: one for name, one in (*module.named_parameters(), *module.named_buffers())}
-        content["state"] = _or_none(encoder, state, "state")
-    elif own + size > LIMIT:
-        raise BudgetError(f"module and arguments have {own + size:,} bytes, the limit of a bundle is {LIMIT:,}.")
-    content["left_out"] = left_out + encoder.problems
-    return encoder, content
+    state = dict((*module.named_parameters(), *module.named_buffers()))
+    if size + sum(one.numel() * one.element_size() for one in state.values()) <= LIMIT:
+        about["state"] = _or_none(encoder, state, "state")
+    return encoder, about | {"left_out": left_out + encoder.problems}
+
+
+def _size(encoder: Encoder) -> int:
+    return sum(one.numel() * one.element_size() for one in encoder.tensors)
 
 
 def _or_none(encoder: Encoder, value: Any, place: str) -> dict[str, Any] | None:
@@ -173,10 +178,11 @@ def _or_none(encoder: Encoder, value: Any, place: str) -> dict[str, Any] | None:
     return node if len(encoder.problems) == known else None
 
 
-def _bytes_of(tensors: list[Tensor]) -> bytes:
+def _write_tensors(file: Path, tensors: list[Tensor]) -> None:
     with torch.no_grad():
-        plain = {str(n): _plain(one) for n, one in enumerate(tensors)}
-    return save(plain, {"format": "pt"})
+        save_file({str(n): _plain(one) for n, one in enumerate(tensors)}, file, {"format": "pt"})
+    with open(file, "rb+") as written:
+        os.fsync(written.fileno())
 
 
 def _plain(tensor: Tensor) -> Tensor:

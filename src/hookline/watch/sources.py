@@ -49,7 +49,7 @@ def import_name(thing: Any) -> str:
         if module in sys.modules and _walk(sys.modules[module], path) is thing:
             return f"{module}:{path}"
     kind = "the class" if isinstance(thing, type) else "the function"
-    raise CannotStore(f"{kind} {qualified or thing!r:.80} cannot be imported by name")
+    raise CannotStore(f"{kind} {qualified or name or 'without a name'} cannot be imported by name")
 
 
 def _walk(thing: Any, path: str) -> Any:
