@@ -472,12 +472,13 @@ def test_help_is_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             ["shwo"],
-            "there is no command shwo; nearest: show. The commands are run, plan, show, plot, export, verify, repair; "
-            "see: hookline --help",
+            "there is no command shwo; nearest: show. The commands are run, plan, show, plot, export, verify, repair, "
+            "replay; see: hookline --help",
         ),
         (
             ["help", "polt"],
-            "there is no command polt; nearest: plot. The commands are run, plan, show, plot, export, verify, repair",
+            "there is no command polt; nearest: plot. The commands are run, plan, show, plot, export, verify, repair, "
+            "replay",
         ),
         (["--verbose"], "there is no command --verbose. The commands are"),
     ],

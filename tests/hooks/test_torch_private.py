@@ -7,6 +7,7 @@ way.
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 import threading
 import warnings
@@ -582,3 +583,44 @@ def test_every_function_has_a_test_and_says_since_when() -> None:
         if isinstance(node, ast.FunctionDef):
             assert f"torch_private.{node.name}(" in tests or node.name in ("copy_creation_meta",), node.name
             assert ast.get_docstring(node), node.name
+
+
+# ---------------------------------------------------------------- operations
+
+
+def test_a_dispatch_mode_sees_forward_and_backward_and_imports_no_compiler() -> None:
+    """In a process of its own, since here the compiler may be imported already."""
+    code = """
+import sys, torch
+from hookline.hooks.operations import Operations
+seen = []
+def around(operation, carry_out):
+    seen.append((operation.name, operation.node_name, operation.node_number, operation.forward_number))
+    return carry_out()
+x = torch.ones(2, requires_grad=True)
+with Operations(around):
+    y = x.exp().sqrt()
+    torch.autograd.grad(y, x, torch.ones(2))
+number = y.grad_fn._sequence_nr()
+assert ("aten.exp.default", "", -1, number - 1) in seen and ("aten.sqrt.default", "", -1, number) in seen, seen
+assert ("aten.div.Tensor", "SqrtBackward0", number, number) in seen, seen
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_written_arguments_of_an_operation() -> None:
+    assert torch_private.written_arguments(torch.ops.aten.add.Tensor) == []
+    assert torch_private.written_arguments(torch.ops.aten.add_.Tensor) == [(0, "self", False)]
+    assert torch_private.written_arguments(torch.ops.aten.mm.out) == [(2, "out", True)]
+
+
+def test_the_current_node_is_none_outside_a_backward_pass() -> None:
+    nodes = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    x.register_hook(lambda grad: nodes.append(torch_private.current_node()))
+    made = torch_private.nodes_made()
+    y.sum().backward()
+    assert torch_private.current_node() is None and made == torch_private.sequence_number(y.grad_fn) + 1

@@ -130,10 +130,10 @@ class Cell(nn.Module):
             torch.float16,
             torch.device("cpu"),
             torch.Size([2, 3]),
-            Color.RED,
             nn.functional.gelu,
             torch.tanh,
         ]
+        self.color = Color.RED
         self.settings = Settings("a", Settings("b", Pair(1, torch.ones(2))))
         self.ordered = collections.OrderedDict(b=1, a=frozenset({"x"}))
         self.listed = [self.tied]
@@ -433,6 +433,12 @@ def test_writing_changes_nothing(tmp_path: Path) -> None:
     [
         (lambda about: about.update(format="other"), "This is no bundle of Hookline"),
         (lambda about: about.update(version=99), "it has version 99, this Hookline reads 1"),
+        (lambda about: about["environment"].pop("threads"), '"threads" of the environment is missing'),
+        (
+            lambda about: about["environment"].update(default_dtype="load"),
+            '"default_dtype" of the environment is no dtype',
+        ),
+        (lambda about: about.update(autocast=[1]), '"autocast" is damaged'),
         (lambda about: about.pop("sources"), '"sources" is missing or of another type'),
         (lambda about: about.update(sources={"a": "../../a.py"}), "the source of a lies outside the bundle"),
         (lambda about: about.update(sources={"a": "a.py"}), "source/a.py is missing"),

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hookline
 from hookline.watch.surroundings import autocast_state, random_state
@@ -451,16 +452,38 @@ def test_recurrent_network() -> None:
 
 
 def test_batch_norm_of_equal_values() -> None:
-    norm = nn.BatchNorm1d(2, eps=1e-45, affine=False)
-    x = torch.ones(4, 2, requires_grad=True)
+    """Their variance is 0, so the gradient is divided by the root of eps."""
+    norm, grad = nn.BatchNorm1d(2, eps=1e-45), torch.tensor([[1e30, 2e30], [-1e30, 0.0]])
+    x = torch.ones(2, 2, requires_grad=True)
     output = norm(x)
+    assert is_finite((output,)) and not is_finite(torch.autograd.grad(output, x, grad))
     before = {name: one.clone() for name, one in norm.named_buffers()}
-    found = zoom(norm, (x,), {}, grad_outputs=(torch.full_like(output, 1e30),))
-    (grad,) = torch.autograd.grad(output, x, torch.full_like(output, 1e30))
-    assert found.reproduced == (not is_finite((output, grad)))
-    if found.reproduced:
-        assert "batch_norm" in found.operation
+    found = zoom(norm, (x,), {}, grad_outputs=(grad,))
+    assert (found.operation, found.node) == ("aten.native_batch_norm_backward.default", "NativeBatchNormBackward0")
+    assert found.forward_operation == "aten.native_batch_norm.default"
     assert all(torch.equal(before[name], one) for name, one in norm.named_buffers())
+
+
+def test_a_checkpointed_segment() -> None:
+    def segment(x: Tensor) -> Tensor:
+        return torch.sqrt(x * 0)
+
+    module = Apply(lambda x: checkpoint(segment, x * 1, use_reentrant=False))
+    found = zoom(module, (torch.ones(2, requires_grad=True),), {}, grad_outputs=(torch.ones(2),))
+    assert (found.node, found.text) == ("SqrtBackward0", "return torch.sqrt(x * 0)")
+
+
+def test_a_compiled_module_runs_as_it_was_written() -> None:
+    compiled = torch.compile(Apply(log_of_zero), backend="eager")
+    compiled(torch.ones(2))
+    found = zoom(compiled, (torch.zeros(2),), {})
+    assert (found.operation, found.text, found.path) == ("aten.log.default", "return y.log() + 1", "_orig_mod")
+
+
+def test_fused_attention_is_one_operation() -> None:
+    query = torch.randn(1, 2, 3, 4) * 1e30
+    found = zoom(Apply(lambda q: nn.functional.scaled_dot_product_attention(q, q, q)), (query,), {})
+    assert found.operation.startswith("aten._scaled_dot_product_") and found.inputs[0].name == "query"
 
 
 # ---------------------------------------------------------------- random numbers and casts

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,14 @@ from hookline.store.folders import hidden, publish, remove, sync_folder, write_s
 from hookline.store.strict_json import READABLE, parse
 from hookline.watch.codec import Decoder, Encoder
 from hookline.watch.sources import Sources, import_name, local_sources
-from hookline.watch.surroundings import Autocast, RandomState, autocast_state
+from hookline.watch.surroundings import (
+    Autocast,
+    RandomState,
+    as_it_was,
+    autocast_state,
+    environment,
+    fault_of,
+)
 from hookline.watch.zoom import Zoom, zoom
 
 __all__ = ["LIMIT", "Bundle", "describe", "load_bundle", "write_bundle"]
@@ -149,7 +154,7 @@ def _content(
         "module_class": f"{type(module).__module__}:{type(module).__qualname__}",
         "training": module.training,
         "grad": torch.is_grad_enabled() or grad_outputs is not None,
-        "environment": _environment(),
+        "environment": environment(),
     }
     encoder = Encoder(import_name)
     node = encoder.encode(module, "module")
@@ -219,19 +224,6 @@ def _modules_named(node: Any) -> Iterator[str]:
             yield from _modules_named(child)
 
 
-def _environment() -> dict[str, Any]:
-    return {
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "platform": platform.platform(),
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-    }
-
-
 # ---------------------------------------------------------------- reading
 
 
@@ -260,7 +252,7 @@ class Bundle:
         """Run the module once more, with threads and types as they were, and look for the first operation."""
         if self.module is None:
             raise OptionError(f"the bundle has no module: {'; '.join(self.about['left_out'][:3])}")
-        with _as_it_was(self.about["environment"]), torch.set_grad_enabled(self.grad):
+        with as_it_was(self.about["environment"]), torch.set_grad_enabled(self.grad):
             return zoom(
                 self.module,
                 self.args,
@@ -294,6 +286,8 @@ def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
     for name, kind in wanted.items():
         if type(about.get(name)) is not kind:
             raise FormatError(f'{place}: "{name}" is missing or of another type. It was changed after it was written.')
+    if problem := fault_of(about["environment"]):
+        raise FormatError(f"{place}: {problem}. It was changed after it was written.")
     return about
 
 
@@ -333,7 +327,10 @@ def load_bundle(folder: str | os.PathLike[str], make: Callable[[], Any] | None =
         raise OptionError(
             f"{place}: the module could not be stored ({_reasons(about)}). Give one by --module FILE.py:FUNCTION."
         )
-    casts = tuple(Autocast(device, enabled, getattr(torch, dtype)) for device, enabled, dtype in about["autocast"])
+    try:
+        casts = tuple(Autocast(device, enabled, getattr(torch, dtype)) for device, enabled, dtype in about["autocast"])
+    except (TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f'{place / _JSON}: "autocast" is damaged ({error}).') from error
     return Bundle(module, arguments[0], arguments[1], grads, rng, casts, about["grad"], about)
 
 
@@ -375,20 +372,3 @@ def _tensors(file: Path) -> list[Tensor]:
         return [found[str(number)] for number in range(len(found))]
     except KeyError as error:
         raise FormatError(f"{file}: tensor {error} is missing. It was changed after it was written.") from error
-
-
-@contextmanager
-def _as_it_was(environment: dict[str, Any]) -> Iterator[None]:
-    before = _environment()
-    _set(environment)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(environment: dict[str, Any]) -> None:
-    torch.set_num_threads(int(environment["threads"]))
-    torch.use_deterministic_algorithms(bool(environment["deterministic"]), warn_only=True)
-    torch.set_default_dtype(getattr(torch, environment["default_dtype"]))
-    torch.set_float32_matmul_precision(environment["matmul_precision"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
 from hookline.stats import Summary
 from hookline.stats.compute import row_of as measure
 from hookline.watch.series import FIELDS

@@ -51,11 +51,17 @@ class Origins:
     Args:
         session: What is measured.
         tell: Gets the incident and what is to be replayed.
+
+    Attributes:
+        zooms: Whether a module is run once more to name the operation.
+        notes: Values that are not finite and no incident, by site, and why.
+        scaled_backward: Says whether a non-finite gradient is left to the gradient scaler.
     """
 
     def __init__(self, session: Session, tell: Callable[[Incident, Case | None], None]) -> None:
         self._session = session
         self._tell = tell
+        self.zooms = True
         self._masks: set[tuple[str, str]] = set()
         self.notes: dict[str, str] = {}
         self.patience = 0
@@ -110,7 +116,7 @@ class Origins:
         if above.kind in ("non-finite", "masked"):
             assert masked is not None
             at, above = masked, _inputs(masked)
-        return _of_call(at, above, own_code=at is not running)
+        return _of_call(at, above, own_code=at is not running, zooms=self.zooms)
 
     # ------------------------------------------------------------ backward
 
@@ -125,15 +131,15 @@ class Origins:
         evidence = {"seen_at": str(Series(running.path, "grad_output", place)), "value": told(row)}
         found: _Blame | None = None
         for candidate in candidates[:4]:
-            blame = _of_backward(candidate, candidate not in reached)
+            blame = _of_backward(candidate, candidate not in reached, zooms=self.zooms)
             if found is None or (blame.zoom is not None and blame.zoom.reproduced):
                 found = blame
             if blame.zoom is not None and blame.zoom.reproduced:
                 break
         if found is None:
             message = (
-                f"the gradient that arrives at the output of {label(running.path)} is not finite: it comes from what is "
-                "computed after it, such as the loss"
+                f"the gradient that arrives at the output of {label(running.path)} is not finite: it comes from what "
+                "is computed after it, such as the loss"
             )
             found = _Blame(running, message, role="victim")
         self._say(found.series("", None, "grad_output"), found, "backward", evidence | found.evidence, row)
@@ -251,7 +257,7 @@ class _Blame(NamedTuple):
         return Series(path, self.port or port, self.name or place, type_name, told)
 
 
-def _of_call(running: Running, state: _State, *, own_code: bool) -> _Blame:
+def _of_call(running: Running, state: _State, *, own_code: bool, zooms: bool) -> _Blame:
     evidence = _described(running, state)
     module = running.module()
     bad = _bad_parameter(module)
@@ -259,7 +265,9 @@ def _of_call(running: Running, state: _State, *, own_code: bool) -> _Blame:
         name, found = bad
         message = f"{name} itself holds {counts_of(found)}; what went in was finite"
         return _Blame(running, message, None, evidence | {name: found.to_dict()}, port="parameter", name=name)
-    zoomed = None if module is None else zoom(module, running.args, running.kwargs, rng=running.rng)
+    zoomed: Zoom | None = None
+    if module is not None and zooms:
+        zoomed = zoom(module, running.args, running.kwargs, rng=running.rng, autocast=running.autocast)
     message = ""
     if own_code and not (zoomed is not None and zoomed.reproduced and zoomed.path):
         message = "its own code made it, between the modules that it calls"
@@ -274,14 +282,16 @@ def _of_batch(running: Running, state: _State) -> _Blame:
     return _Blame(running, message, None, _described(running, state), port="input", name=state.first)
 
 
-def _of_backward(running: Running, own_code: bool) -> _Blame:
+def _of_backward(running: Running, own_code: bool, *, zooms: bool) -> _Blame:
     state = _inputs(running)
     evidence = _described(running, state)
     module = running.module()
     zoomed: Zoom | None = None
-    if module is not None and running.held is not None and running.grads:
+    if module is not None and running.held is not None and running.grads and zooms:
         args, kwargs = running.held
-        zoomed = zoom(module, args, kwargs, grad_outputs=running.grads, rng=running.rng)
+        zoomed = zoom(
+            module, args, kwargs, grad_outputs=running.grads, rng=running.rng, autocast=running.autocast
+        )
     message = "the gradient of its output was finite, what it sent on was not"
     if own_code:
         message = "the gradient of its output was finite, what its own code made of it was not"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hookline.hooks.torch_private import version
 from hookline.values import flatten_call, rebuild
+from hookline.watch.surroundings import Autocast, autocast_state
 
 __all__ = ["Running", "Stack"]
 
@@ -27,12 +28,13 @@ class Running:
             finite; None before and after.
         grads: Gradients that have arrived at its output, by the number of the leaf.
         arrived: Whether one has, and whether all that came were finite.
+        autocast: What autocast did when it began.
         rng: State of the CPU's random numbers when it began, where it may use them.
         line: Source line that called it, once asked for.
     """
 
     __slots__ = (
-        "__weakref__", "args", "arrived", "finite_grads", "grads", "held", "keys", "kwargs", "line", "module",
+        "__weakref__", "args", "arrived", "autocast", "finite_grads", "grads", "held", "keys", "kwargs", "line", "module",
         "number", "parent", "path", "rng", "step", "type_name", "versions",
     )  # fmt: skip
 
@@ -50,11 +52,13 @@ class Running:
         self.arrived = False
         self.finite_grads = True
         self.rng: Tensor | None = None
+        self.autocast: tuple[Autocast, ...] | None = None
         self.line = ""
 
     def called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Remember the arguments; returns their leaves."""
         self.args, self.kwargs = args, kwargs
+        self.autocast = autocast_state()
         leaves, _ = flatten_call(args, kwargs)
         self.versions = [version(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         return leaves

@@ -21,6 +21,7 @@ from hookline.watch.series import FIELDS, Frame, Series
 
 __all__ = ["Session"]
 
+
 class Session:
     """The step that is under way: its calls, its rows, its first non-finite value.
 

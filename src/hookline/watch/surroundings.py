@@ -1,17 +1,22 @@
-"""Random numbers and automatic casts as a module finds them: taken down, set, put back."""
+"""Random numbers, automatic casts and settings as a module finds them: taken down, set, put back."""
 
 from __future__ import annotations
 
 import contextlib
+import platform
 import random
+import sys
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Autocast", "autocast_state", "random_state", "same_random_numbers", "under"]
+__all__ = [
+    "Autocast", "RandomState", "as_it_was", "autocast_state", "environment", "fault_of", "random_state",
+    "same_random_numbers", "under",
+]  # fmt: skip
 
 RandomState = Mapping[str, Tensor]
 """State of torch's generators by device, such as ``"cpu"`` and ``"cuda:0"``; uint8."""
@@ -68,3 +73,45 @@ def _set(state: RandomState) -> None:
             torch.set_rng_state(one)
         elif torch.cuda.is_available() and int(device.partition(":")[2]) < torch.cuda.device_count():
             torch.cuda.set_rng_state(one, device)
+
+
+def environment() -> dict[str, Any]:
+    """Releases, machine and settings, for JSON."""
+    return {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def fault_of(then: Mapping[str, Any]) -> str:
+    """What is wrong with an environment that was read from a file; empty if nothing is."""
+    for name, kind in (("threads", int), ("deterministic", bool), ("warn_only", bool), ("matmul_precision", str)):
+        if type(then.get(name)) is not kind:
+            return f'"{name}" of the environment is missing or of another type'
+    known = isinstance(getattr(torch, str(then.get("default_dtype")), None), torch.dtype)
+    return "" if known else '"default_dtype" of the environment is no dtype'
+
+
+@contextlib.contextmanager
+def as_it_was(then: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, the settings are those of ``environment()`` then."""
+    before = environment()
+    _set_settings(then)
+    try:
+        yield
+    finally:
+        _set_settings(before)
+
+
+def _set_settings(then: Mapping[str, Any]) -> None:
+    torch.set_num_threads(then["threads"])
+    torch.use_deterministic_algorithms(then["deterministic"], warn_only=then["warn_only"])
+    torch.set_default_dtype(getattr(torch, then["default_dtype"]))
+    torch.set_float32_matmul_precision(then["matmul_precision"])

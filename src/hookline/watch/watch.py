@@ -321,10 +321,14 @@ def _optimizers(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     found: Any = () if optimizer is None else optimizer
     found = (found,) if isinstance(found, torch.optim.Optimizer) else found
     if not isinstance(found, (list, tuple)):
-        raise ArgumentError(f"optimizer is a torch.optim.Optimizer, a list of them or None; got {type(found).__name__}.")
+        raise ArgumentError(
+            f"optimizer is a torch.optim.Optimizer, a list of them or None; got {type(found).__name__}."
+        )
     for one in found:
         if not isinstance(one, torch.optim.Optimizer):
-            raise ArgumentError(f"optimizer is a torch.optim.Optimizer or a list of them; got {type(one).__name__} in it.")
+            raise ArgumentError(
+                f"optimizer is a torch.optim.Optimizer or a list of them; got {type(one).__name__} in it."
+            )
     return tuple(found)
 
 

@@ -160,9 +160,15 @@ def _apart(rng: Tensor | RandomState | None, autocast: tuple[Autocast, ...], gra
         torch.set_grad_enabled((gradients or torch.is_grad_enabled()) and not inference),
         warnings.catch_warnings(),
         under(autocast),
+        _uncompiled(),
     ):
         warnings.simplefilter("ignore")
         yield
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Inside, what torch.compile has made runs as it was written. Nothing is imported that is not in use."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def _run(made: Duplicate, grad_outputs: GradOutputs | None) -> Zoom:
