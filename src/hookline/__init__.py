@@ -1,8 +1,8 @@
 """Hooks for PyTorch that never miss, never lie and never linger.
 
 The primitives have PyTorch's own signatures; ``record`` keeps values, ``edit`` changes them, ``load`` reads a recording
-from disk and ``verify`` looks for damage in it, ``plot`` draws, ``describe`` prints one value. Importing the package
-changes nothing in torch.
+from disk and ``verify`` looks for damage in it, ``watch`` says where a training went wrong, ``plot`` draws,
+``describe`` prints one value. Importing the package changes nothing in torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hookline.hooks import (
 )
 from hookline.record import Recording, dequantize, edit, load, plan, record, verify
 from hookline.report import describe, plot
+from hookline.watch.watch import watch
 
 __all__ = [
     "Handle",
@@ -38,4 +39,5 @@ __all__ = [
     "register_parameter_hook",
     "register_tensor_hook",
     "verify",
+    "watch",
 ]

@@ -8,6 +8,7 @@ from hookline.hooks.call import Call
 from hookline.hooks.handle import Handle
 from hookline.hooks.losses import see_losses
 from hookline.hooks.multi_grad import register_multi_grad_hook
+from hookline.hooks.optimizers import see_steps
 from hookline.hooks.parameter import register_parameter_hook
 from hookline.hooks.register import (
     register_backward_hook,
@@ -41,6 +42,7 @@ __all__ = [
     "register_parameter_hook",
     "register_tensor_hook",
     "see_losses",
+    "see_steps",
     "snapshot",
     "unreachable",
     "when_gradients_arrive",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hookline.hooks import Handle
+from hookline.hooks import Handle, see_steps
 
 __all__ = ["Clock", "Scaler"]
 
@@ -31,13 +31,12 @@ class Clock:
     ) -> None:
         self._optimizers = optimizers
         self._before, self._after, self._end = before, after, end
-        self._handles: list[Any] = []
+        self._handles: list[Handle] = []
 
     def start(self) -> None:
         """Put hooks at the optimizers."""
         for optimizer in self._optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._pre))
-            self._handles.append(optimizer.register_step_post_hook(self._post))
+            self._handles.append(see_steps(optimizer, self._before, self._stepped))
 
     def stop(self) -> None:
         """Take them away."""
@@ -45,10 +44,7 @@ class Clock:
             handle.remove()
         self._handles.clear()
 
-    def _pre(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._before(optimizer)
-
-    def _post(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._after(optimizer)
         if optimizer is self._optimizers[-1]:
             self._end(False)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["ModuleWatch"]
 
 _FIXED = (
-    nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.ReLU, nn.GELU,
-    nn.Embedding, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd, nn.Flatten, nn.Identity,
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm,
+    nn.GroupNorm, nn.ReLU, nn.GELU, nn.SiLU, nn.Embedding, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Identity,
 )  # fmt: skip
 """Modules that use no random numbers."""
 

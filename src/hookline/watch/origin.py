@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hookline.sites import label
 from hookline.stats import Summary, summarize
 from hookline.values import flatten_call, paths_of
+from hookline.watch.cases import Case
 from hookline.watch.incident import Incident
 from hookline.watch.measure import INF, NAN, NEG_INF, Row, counts, counts_of, told
 from hookline.watch.running import Running
@@ -28,21 +29,9 @@ from hookline.watch.zoom import Zoom, zoom
 if TYPE_CHECKING:
     from hookline.watch.session import Session
 
-__all__ = ["Case", "Origins"]
+__all__ = ["Origins"]
 
 RULE = "non-finite"
-
-
-class Case(NamedTuple):
-    """What an incident needs for a bundle.
-
-    Attributes:
-        running: The call that is to be replayed.
-        gradients: Whether its backward is.
-    """
-
-    running: Running
-    gradients: bool
 
 
 class Origins:
@@ -155,7 +144,7 @@ class Origins:
 
     def loss(self, row: Row) -> None:
         """The loss is not finite."""
-        if self._found:
+        if self._found or self.scaled_backward():
             return
         self._found = True
         message = f"the loss is {_kind(row)}, though all watched outputs were finite: its own code made it"
@@ -289,9 +278,7 @@ def _of_backward(running: Running, own_code: bool, *, zooms: bool) -> _Blame:
     zoomed: Zoom | None = None
     if module is not None and running.held is not None and running.grads and zooms:
         args, kwargs = running.held
-        zoomed = zoom(
-            module, args, kwargs, grad_outputs=running.grads, rng=running.rng, autocast=running.autocast
-        )
+        zoomed = zoom(module, args, kwargs, grad_outputs=running.grads, rng=running.rng, autocast=running.autocast)
     message = "the gradient of its output was finite, what it sent on was not"
     if own_code:
         message = "the gradient of its output was finite, what its own code made of it was not"

@@ -34,8 +34,8 @@ class Running:
     """
 
     __slots__ = (
-        "__weakref__", "args", "arrived", "autocast", "finite_grads", "grads", "held", "keys", "kwargs", "line", "module",
-        "number", "parent", "path", "rng", "step", "type_name", "versions",
+        "__weakref__", "args", "arrived", "autocast", "finite_grads", "grads", "held", "keys", "kwargs", "line",
+        "module", "number", "parent", "path", "rng", "step", "type_name", "versions",
     )  # fmt: skip
 
     def __init__(self, path: str, number: int, step: int, module: nn.Module, parent: Running | None) -> None:

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hookline.hooks.torch_private import version
+from hookline.watch.cases import Case
 from hookline.watch.incident import Incident
 from hookline.watch.measure import Row, is_finite, measure, scaled
-from hookline.watch.origin import Case, Origins
+from hookline.watch.origin import Origins
 from hookline.watch.running import Running, Stack
 from hookline.watch.series import FIELDS, Frame, Series
 
@@ -92,11 +94,11 @@ class Session:
 
     def output(self, running: Running, place: str, tensor: Tensor) -> None:
         """A call has returned a tensor. The very one that an inner call has returned is not measured twice."""
-        version = -1 if tensor.is_inference() else tensor._version
-        last: tuple[Any, int] = getattr(self._last_by_thread, "value", (None, -1))
-        if last[0] is not None and last[0]() is tensor and last[1] == version:
+        now = version(tensor)
+        last: tuple[Any, int | None] = getattr(self._last_by_thread, "value", (None, -1))
+        if last[0] is not None and last[0]() is tensor and last[1] == now:
             return
-        self._last_by_thread.value = _reference(tensor), version
+        self._last_by_thread.value = _reference(tensor), now
         row = measure(tensor)
         self.add(running, "output", place, tensor.dtype, row)
         if not is_finite(row):

@@ -6,7 +6,8 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,11 @@ from hookline.errors import ArgumentError, IncidentError, OptionError
 from hookline.hooks import Call, Handle, Observer, attach, see_losses, unreachable
 from hookline.record.ranks import rank
 from hookline.sites import Pattern, resolve
+from hookline.watch.cases import Case, bundled
 from hookline.watch.clock import Clock, Scaler
 from hookline.watch.incident import Incident
 from hookline.watch.measure import is_finite, measure, scaled
 from hookline.watch.observer import ModuleWatch
-from hookline.watch.origin import Case
 from hookline.watch.parameters import Parameters
 from hookline.watch.rules import DEFAULT, Engine, Rule
 from hookline.watch.series import PORTS, Frame, Series
@@ -45,10 +46,10 @@ def watch(  # noqa: PLR0913 - one option for each thing that can be chosen, all 
     sites: Pattern = "**",
     ports: str | Iterable[str] = ("output", "grad_output", "parameter", "parameter_grad", "update"),
     rules: Iterable[Rule] = DEFAULT,
-    to: str | os.PathLike[str] | None = None,
     on_incident: str | Callable[[Incident], object] = "warn",
     scaler: Any = None,
     zoom: bool = True,
+    bundles: str | os.PathLike[str] | None = None,
 ) -> Watch:
     """Watch a training: statistics of every step, and incidents with their origin.
 
@@ -63,11 +64,12 @@ def watch(  # noqa: PLR0913 - one option for each thing that can be chosen, all 
         sites: Which modules, as for ``hookline.record``.
         ports: Of ``"output"``, ``"grad_output"``, ``"parameter"``, ``"parameter_grad"`` and ``"update"``.
         rules: What counts as an incident; see ``hookline.watching.DEFAULT``.
-        to: Folder for statistics, incidents and what replays them, such as ``"runs/exp1"``; None for memory alone.
         on_incident: ``"warn"``, ``"raise"`` an ``IncidentError``, ``"ignore"``, or a function that gets the incident.
             A non-finite value is told at the moment it is seen, everything else at the end of its step.
         scaler: The ``torch.amp.GradScaler`` of the training. Gradients are then told without its scale, and a step that
             it leaves out because of an overflow is no incident.
+        bundles: Folder for what ``hookline replay`` needs to run the module of a non-finite value once more, a folder
+            for each. None for none.
         zoom: Run the module in which a non-finite value arose once more, on a copy, to name the operation.
 
     Returns:
@@ -87,17 +89,21 @@ def watch(  # noqa: PLR0913 - one option for each thing that can be chosen, all 
             raise OptionError(f"{name} is a whole number from 1 on; got {number!r}.")
     if not callable(on_incident) and on_incident not in ("warn", "raise", "ignore"):
         raise OptionError(f'on_incident is "warn", "raise", "ignore" or a function; got {on_incident!r}.')
-    return Watch(
-        _modules(models, sites),
-        models,
-        optimizers,
-        every=every,
-        parameters_every=parameters_every,
-        ports=chosen,
-        engine=Engine(rules),
-        on_incident=on_incident,
-        scaler=scaler,
-    )
+    options = _Options(every, parameters_every, chosen, tuple(rules), on_incident, scaler, zoom, bundles)
+    return Watch(_modules(models, sites), models, optimizers, options)
+
+
+class _Options(NamedTuple):
+    """What ``watch`` was told, checked."""
+
+    every: int
+    parameters_every: int
+    ports: tuple[str, ...]
+    rules: tuple[Rule, ...]
+    on_incident: str | Callable[[Incident], object]
+    scaler: Any
+    zoom: bool
+    bundles: str | os.PathLike[str] | None
 
 
 class Watch:
@@ -113,28 +119,24 @@ class Watch:
         modules: dict[str, nn.Module],
         models: dict[str, nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        every: int,
-        parameters_every: int,
-        ports: tuple[str, ...],
-        engine: Engine,
-        on_incident: str | Callable[[Incident], object],
-        scaler: Any,
+        options: _Options,
     ) -> None:
         self.incidents: list[Incident] = []
         self._modules, self._models, self._optimizers = modules, models, optimizers
-        self._every, self._parameters_every = every, parameters_every
-        self._ports = ports
-        self._engine = engine
-        self._on_incident = on_incident
+        self._every, self._parameters_every = options.every, options.parameters_every
+        self._ports = options.ports
+        self._engine = Engine(options.rules)
+        self._on_incident = options.on_incident
+        self._bundles = None if options.bundles is None else Path(options.bundles)
         self._rank = rank()
         self._session = Session(self._non_finite)
-        self._window = Window(engine.size)
-        self._parameters = Parameters(modules, ports)
+        self._window = Window(self._engine.size)
+        self._parameters = Parameters(modules, options.ports)
         self._clock = Clock(optimizers, self._before_update, self._after_update, self._end_step)
-        self._scaler = Scaler(scaler, self._scale_updated)
+        self._scaler = Scaler(options.scaler, self._scale_updated)
         self._handles: list[Handle] = []
         self._observers: list[ModuleWatch | _RootWatch] = []
+        self._session.origins.zooms = options.zoom
         self._updated = False
         self._losses: list[float] = []
         self._skipped_in_a_row = 0
@@ -268,6 +270,9 @@ class Watch:
     # ------------------------------------------------------------ incidents
 
     def _non_finite(self, incident: Incident, case: Case | None) -> None:
+        incident = dataclasses.replace(incident, rank=self._rank)
+        if case is not None and self._bundles is not None:
+            incident = bundled(incident, case, self._bundles)
         self._tell(incident)
 
     def _tell(self, incident: Incident) -> None:
@@ -334,10 +339,7 @@ def _optimizers(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
 
 def _modules(models: dict[str, nn.Module], sites: Pattern) -> dict[str, nn.Module]:
     """The watched modules by path; those of a named model begin with its name."""
-    if list(models) == [""]:
-        root = models[""]
-    else:
-        root = nn.ModuleDict(models)
+    root = models[""] if list(models) == [""] else nn.ModuleDict(models)
     by_path = dict(root.named_modules())
     if list(models) != [""]:
         by_path.pop("", None)
