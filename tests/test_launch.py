@@ -403,7 +403,13 @@ def test_a_value_that_cannot_be_stored_is_left_out(
     monkeypatch.setattr(planned, "_plan", picky)
     ran = run(f"net = Net()\nfor _ in range(2):\n    net({X})", steps=2)
     assert [(path, step) for path, _, step, _ in ran.keys] == [("conv1", 0), ("", 0), ("conv1", 1), ("", 1)]
-    first, last = without_coverage(capfd.readouterr().err).splitlines()
+    said = capfd.readouterr().err
+    assert "hookline: coverage of 3 sites: 2 captured (4 calls), 0 not reached, 1 bypassed\n" in said
+    assert "bypassed fc:output 2 values left out: fc:output, call 0 of step 0: too odd\n" in said
+    assert (
+        ran.recording.coverage["fc:output"].status == "bypassed" and ran.recording.coverage["conv1:output"].calls == 2
+    )
+    first, last = without_coverage(said).splitlines()
     assert first == "hookline: warning: a value is left out: fc:output, call 0 of step 0: too odd"
     assert last.startswith("hookline: 4 events of 2 steps")
 

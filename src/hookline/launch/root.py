@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from hookline.errors import ArgumentError
 from hookline.hooks import original_class
 from hookline.record import Recorder
 from hookline.record.coverage import Fate
@@ -115,7 +116,14 @@ class Root:
     def close(self) -> None:
         """Take everything off the module."""
         if self._recorder is not None:
+            self.session.sink.flush()  # what cannot be stored has to be known before the coverage is final
             self._recorder.close()
+
+    def leave_out(self, event: Any, error: ArgumentError) -> None:
+        """A value cannot be stored; it is one of ours where the path is."""
+        path = event.path.removeprefix(self.prefix)
+        if self._recorder is not None and event.path == self.prefix + path and path in self._recorder.evidence:
+            self._recorder.evidence[path].leave_out(event.port, event.backward, error)
 
     def fates(self) -> list[Fate]:
         """What became of each site, with the prefix."""

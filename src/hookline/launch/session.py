@@ -6,10 +6,11 @@ import itertools
 import os
 import weakref
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from hookline.errors import OptionError
+from hookline.errors import ArgumentError, OptionError
 from hookline.hooks import original_class
 from hookline.hooks.roots import RootCalls
 from hookline.launch.choice import Choice
@@ -63,7 +64,9 @@ class Session:
         self.sink: Sink | Tally = (
             Tally(self._messages)
             if options.dry
-            else Sink(self._folder, options.byte_budget, options.overwrite, self._messages, self._sigterm)
+            else Sink(
+                self._folder, options.byte_budget, options.overwrite, self._messages, self._sigterm, self._leave_out
+            )
         )
         self.calls = RootCalls(self._before_call, self._after_call)
         self._choice = Choice(options.sites, options.ports)
@@ -197,6 +200,11 @@ class Session:
             "coverage": self._coverage().to_json(),
         }
         self.sink.describe(info, {path: module for root in roots for path, module in root.modules.items()})
+
+    def _leave_out(self, event: Any, error: ArgumentError) -> None:
+        """A value cannot be stored, so that it does not count as captured."""
+        for root in self._roots:
+            root.leave_out(event, error)
 
     def _coverage(self) -> Coverage:
         return Coverage(fate for root in self._roots for fate in root.fates())

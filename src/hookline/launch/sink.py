@@ -6,10 +6,11 @@ import contextlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hookline.errors import ArgumentError
 from hookline.launch.apart import run_apart
 from hookline.launch.messages import Messages
 from hookline.launch.sigterm import Sigterm
@@ -32,13 +33,22 @@ class Sink:
         overwrite: Take the place of a recording that is there.
         messages: Where to say what went wrong.
         sigterm: What must not interrupt the writing.
+        refused: Gets each event that cannot be stored, which is left out.
 
     Attributes:
         events: Number of events that were written.
         steps: Numbers of their steps.
     """
 
-    def __init__(self, folder: Path, budget: int, overwrite: bool, messages: Messages, sigterm: Sigterm) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        budget: int,
+        overwrite: bool,
+        messages: Messages,
+        sigterm: Sigterm,
+        refused: Callable[[Any, ArgumentError], None],
+    ) -> None:
         self.events = 0
         self.steps: set[int] = set()
         self._folder = folder
@@ -52,6 +62,7 @@ class Sink:
         self._held: Counter[Site] = Counter()
         self._total = 0
         self._left_out = LeftOut(messages.warn)
+        self._refused = refused
         self._order = itertools.count()
 
     @property
@@ -123,7 +134,7 @@ class Sink:
         events = self._waiting[:]  # other threads may add to the list meanwhile
         try:
             if self._writer is not None:
-                self._writer.append(events, self._left_out)
+                self._writer.append(events, self._refuse)
                 refused = self._left_out.forget()
                 written = [event for event in events if id(event) not in refused]
                 self.events += len(written)
@@ -132,6 +143,10 @@ class Sink:
             del self._waiting[: len(events)]
             self._held.clear()
             self._total = 0
+
+    def _refuse(self, event: Any, error: ArgumentError) -> None:
+        self._left_out(event, error)
+        self._refused(event, error)
 
     def _full(self, site: Site, size: int) -> str:
         names = ", ".join(f"{where} {size_text(count)}" for where, count in self._held.most_common(3)) or "none"
