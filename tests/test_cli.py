@@ -329,6 +329,15 @@ def test_show_chooses_a_port(recorded: str, capsys: pytest.CaptureFixture[str]) 
     assert re.findall(r"^(\S+) +(?:\S+ +)?\S*(?:Conv2d|ReLU)", capsys.readouterr().out, re.MULTILINE) == ["1", "2"]
 
 
+def test_show_says_which_ports_there_are(recorded: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["show", recorded, "--port", "grad_input"])
+    said = " ".join(capsys.readouterr().out.split())
+    wanted = (
+        "Nothing was recorded there; ports that were: output, grad_output. Choose one of them, or record again with"
+    )
+    assert said == f"{wanted} others."
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from hookline.report.rows import Row, collect, select_events
 from hookline.report.text import ABSENT, number, plural, printable, shorten, size_text, trouble_text
-from hookline.sites import Pattern, label
+from hookline.sites import PORTS, Pattern, label
 
 __all__ = ["render", "table"]
 
@@ -161,7 +161,8 @@ class _Report:
 
     def table(self, width: int) -> Table:
         if not self.rows:
-            return _sentence("\n".join([_nothing(self.recording), *_notes(self.recording)]))
+            said = _nothing_there(self.recording.events) if self.recording.events else _nothing(self.recording)
+            return _sentence("\n".join([said, *_notes(self.recording)]))
         columns = [_Column(name, [cell(row) for row in self.rows], name in _RIGHT) for name, cell in _COLUMNS]
         same = [c for c in columns if c.header in ("port", "calls", "dtype") and c.is_the_same_everywhere]
         columns = [c for c in columns if c not in same and any(cell.plain for cell in c.cells)]
@@ -239,6 +240,13 @@ def _nothing(recording: Any) -> str:
     of = f" of the {plural(count, 'module')}" if count else ""
     advice = "run the model, and backward() for gradients, inside the with-block"
     return f"Nothing was recorded: no chosen site{of} was reached; {advice}."
+
+
+def _nothing_there(events: Sequence[Any]) -> str:
+    """A pattern names modules of the recording, and of none of them what it asks for."""
+    ports = {event.port for event in events}
+    found = ", ".join(port for port in PORTS if port in ports)
+    return f"Nothing was recorded there; ports that were: {found}. Choose one of them, or record again with others."
 
 
 def _notes(recording: Any) -> list[str]:
