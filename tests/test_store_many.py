@@ -126,6 +126,6 @@ def test_four_writers_that_come_at_the_same_moment(tmp_path: Path) -> None:
     for folder in folders:
         assert whole_appends(hookline.load(folder)) == {f"rank{rank}": [0, 1] for rank in range(WRITERS)}
         report = verify(folder)
-        assert (report.writers, report.events, report.shards) == (WRITERS, WRITERS * (2 + 3), WRITERS * 2)
+        assert (report.folders, report.events, report.shards) == (WRITERS, WRITERS * (2 + 3), WRITERS * 2)
         assert (report.problems, report.torn) == ([], [])
     assert sorted(tmp_path.iterdir()) == sorted(folders)

@@ -46,7 +46,7 @@ def files(folder: Path, ending: str = "*") -> list[Path]:
 def test_a_recording_without_damage(folder: Path) -> None:
     nbytes = sum(path.stat().st_size for path in files(folder, "*.safetensors"))
     assert nbytes > NBYTES
-    assert verify(folder) == Report(writers=2, events=12, shards=2, nbytes=nbytes, problems=[], torn=[])
+    assert verify(folder) == Report(folders=2, events=12, shards=2, nbytes=nbytes, problems=[], torn=[])
 
 
 def test_the_checksum_is_that_of_the_file(folder: Path) -> None:
@@ -172,14 +172,14 @@ def test_a_torn_last_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["verify", str(folder)]) == 0
     first, last = capsys.readouterr().out.splitlines()
     assert first == f"{manifest}: its last line is unfinished and does not count: an append was cut off or goes on"
-    assert last.endswith("2 writers, 11 events, 2 shards, 40.9 kB: no problem found")
+    assert last.endswith("2 writer folders, 11 events, 2 shards, 40.9 kB: no problem found")
 
 
 def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(folder.parent)
     assert main(["verify", "run.hookline"]) == 0
     out = capsys.readouterr()
-    assert out.out == "run.hookline: 2 writers, 12 events, 2 shards, 40.9 kB: no problem found\n"
+    assert out.out == "run.hookline: 2 writer folders, 12 events, 2 shards, 40.9 kB: no problem found\n"
     assert not out.err
 
 

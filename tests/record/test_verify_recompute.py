@@ -55,7 +55,7 @@ def change(folder: Path, new: Path, site: str, step: int, spoil: Any) -> Path:
 def test_without_a_model_it_is_the_search_for_damage(folder: Path) -> None:
     found = hookline.verify(folder)
     assert found and found.recomputed is None and found.mismatches == found.problems == []
-    assert (found.writers, found.events, found.shards) == (1, 30, 1)
+    assert (found.folders, found.events, found.shards) == (1, 30, 1)
     shard = next(folder.rglob("*.safetensors"))
     data = shard.read_bytes()
     shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -270,7 +270,7 @@ def test_the_inputs_of_several_writers(
                 model(x)
         assert rec.writers == [rank]
     monkeypatch.delenv("RANK")
-    assert hookline.verify("ranks").writers == 2
+    assert hookline.verify("ranks").folders == 2
     with pytest.raises(
         OptionError, match=r"parts of the writers 0, 2, which count their own steps\. Pass writer=0, and"
     ):
@@ -415,7 +415,7 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_command(checked: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "run.hookline", "--recompute", "code/check.py:both"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("run.hookline: 1 writer, 2 events, 1 shard, ")
+    assert out.startswith("run.hookline: 1 writer folder, 2 events, 1 shard, ")
     assert out.endswith("16 rows recomputed: no problem and 0 different rows found\n")
     assert main(["verify", "run.hookline", "--recompute", "code/check.py:wrong", "-n", "5", "--seed", "2"]) == 1
     *lines, last = capsys.readouterr().out.splitlines()

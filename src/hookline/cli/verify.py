@@ -47,7 +47,7 @@ def parser() -> Parser:
         "--writer",
         type=int,
         metavar="N",
-        help="rank of the process that got the inputs, where several recorded",
+        help="number of the writer that got the inputs, which is its rank; needed where several recorded",
     )
     made.add_argument(
         "--tolerance", metavar="RTOL,ATOL", help="relative and absolute, such as 1e-5,1e-8 (default: the same bits)"

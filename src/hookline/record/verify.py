@@ -61,7 +61,7 @@ class Verification:
     """What ``hookline.verify`` found. It is true when nothing is wrong; ``print`` it.
 
     Attributes:
-        writers: Folders of writers.
+        folders: Folders of writers: one for each attempt of each writer.
         events: Events that can be read.
         shards: Shards that they name.
         nbytes: Bytes of these shards.
@@ -71,7 +71,7 @@ class Verification:
         torn: Manifests with an unfinished last line: an append was cut off or goes on; that is no damage.
     """
 
-    writers: int
+    folders: int
     events: int
     shards: int
     nbytes: int
@@ -94,7 +94,7 @@ class Verification:
     @property
     def summary(self) -> str:
         """One line: what was looked at, and how much is wrong."""
-        counts = {"writer": self.writers, "event": self.events, "shard": self.shards}
+        counts = {"writer folder": self.folders, "event": self.events, "shard": self.shards}
         seen = ", ".join([*(plural(count, noun) for noun, count in counts.items()), size_text(self.nbytes)])
         found = plural(len(self.problems), "problem") if self.problems else "no problem"
         if self.recomputed is None:

@@ -26,7 +26,7 @@ class Report(NamedTuple):
     """What is in a recording, and what is wrong with it.
 
     Attributes:
-        writers: Folders of writers.
+        folders: Folders of writers: one for each attempt of each writer.
         events: Events of all commits that can be read; what their rows are is none.
         shards: Shards that they name.
         nbytes: Bytes of these shards, as their manifests say.
@@ -34,7 +34,7 @@ class Report(NamedTuple):
         torn: The manifests with an unfinished last line: an append was cut off or is under way; that is no damage.
     """
 
-    writers: int
+    folders: int
     events: int
     shards: int
     nbytes: int
