@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -244,6 +245,30 @@ def test_what_each_byte_means(name: str) -> None:
     assert torch.equal(got.nan_to_num(7e77), want.to(torch.float64).nan_to_num(7e77))
     if dtype.is_floating_point and name != "float8_e8m0fnu":
         assert smallest == torch.finfo(dtype).smallest_normal
+
+
+@pytest.mark.parametrize("count", [100, 300_000])
+def test_subnormals_count_whatever_the_thread_was_told(count: int) -> None:
+    tensor = torch.full((count,), 1e-42)
+    want = summarize(tensor)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine cannot flush subnormals")
+    try:
+        assert {summarize(tensor) for _ in range(20)} == {want}
+    finally:
+        torch.set_flush_denormal(False)
+    assert want.subnormal == count and want.mean == want.min == tensor[0].item() != 0.0
+
+
+def test_a_signal_in_between_changes_no_row() -> None:
+    ones, zeros = torch.ones(50), torch.zeros(50)
+    before = signal.signal(signal.SIGALRM, lambda *_: summarize(ones))
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    try:
+        assert {summarize(zeros).mean for _ in range(5000)} == {0.0}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_deviation_among_bytes() -> None:

@@ -203,6 +203,7 @@ def test_one_batch_can_be_used_again() -> None:
         with pytest.raises(ZeroDivisionError), batch:
             raise ZeroDivisionError
         net(tokens)
+        batch(lambda: net(tokens))()  # as a decorator
     rows = rec.select(steps=[0, 1]).rows("head:output")
     assert rows.identity()["id"].tolist() == ids * 2
     assert not rec.rows("head:output").have_identity, "the last forward was in no batch"

@@ -106,7 +106,7 @@ class Batch:
         return {}
 
 
-class InBatch(contextlib.AbstractContextManager[bool]):
+class InBatch(contextlib.ContextDecorator, contextlib.AbstractContextManager[bool]):
     """What ``rec.batch`` returns; each with-block that it is used for is a batch of its own.
 
     Args:

@@ -222,6 +222,20 @@ static void part_of_counts(const int64_t *counts, const double *table, double sm
 
 /* ---------------------------------------------------------------- a whole tensor */
 
+/* A thread may be told to take subnormal numbers for zero (torch.set_flush_denormal): not while we look at them. */
+#if defined(__x86_64__)
+static inline unsigned exact(void)
+{
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before & ~0x8040u);
+    return before;
+}
+static inline void as_before(unsigned state) { _mm_setcsr(state); }
+#else
+static inline unsigned exact(void) { return 0; }
+static inline void as_before(unsigned state) { (void)state; }
+#endif
+
 typedef void (*parallel_function)(void (*)(void *), void *, unsigned, unsigned);
 
 typedef struct {
@@ -236,16 +250,18 @@ static void work(void *argument)
 {
     job *const all = argument;
     const int64_t blocks = (all->n + BLOCK - 1) / BLOCK;
+    const unsigned state = exact();
     for (;;) {
         const int64_t first = __atomic_fetch_add(&all->next, all->step, __ATOMIC_RELAXED);
         if (first >= blocks)
-            return;
+            break;
         const int64_t last = first + all->step < blocks ? first + all->step : blocks;
         for (int64_t i = first; i < last; ++i) {
             const int64_t start = i * BLOCK, rest = all->n - start;
             all->block(all->memory + start * all->width, rest < BLOCK ? rest : BLOCK, all->parts + i);
         }
     }
+    as_before(state);
 }
 
 static void join(part *all, const part *one)
@@ -295,8 +311,7 @@ static void write_row(const part *all, int64_t n, double *row)
     row[10] = (double)(all->small - all->zeros);
 }
 
-/* Returns 0, or 1 where there is no memory for the parts. */
-EXPORT int hookline_summarize(const void *memory, int64_t n, int kind, const double *table, double smallest, double *row,
+static int summarize(const void *memory, int64_t n, int kind, const double *table, double smallest, double *row,
     int level, int threads, parallel_function parallel)
 {
     part all = {0};
@@ -330,6 +345,16 @@ EXPORT int hookline_summarize(const void *memory, int64_t n, int kind, const dou
     free(parts);
     write_row(&all, n, row);
     return 0;
+}
+
+/* Returns 0, or 1 where there is no memory for the parts. */
+EXPORT int hookline_summarize(const void *memory, int64_t n, int kind, const double *table, double smallest, double *row,
+    int level, int threads, parallel_function parallel)
+{
+    const unsigned state = exact();
+    const int failed = summarize(memory, n, kind, table, smallest, row, level, threads, parallel);
+    as_before(state);
+    return failed;
 }
 
 /* Many small tensors of at most BLOCK elements. */

@@ -10,7 +10,6 @@ import ctypes
 import functools
 import math
 import os
-import threading
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,6 +83,9 @@ this runs at import, perhaps inside somebody's device or fake mode."""
 _ONE_BYTE_DTYPES = {getattr(torch, name): of for name, of in _OF_ONE_BYTE.items() if hasattr(torch, name)}
 
 
+_ROW: Any = ctypes.c_double * len(FIELDS)
+
+
 class _Kernel:
     """The library, its functions with and without the interpreter's lock, and tables for dtypes of one byte."""
 
@@ -101,7 +103,6 @@ class _Kernel:
         self.level = free.hookline_levels() - 1
         self.parallel = openmp_parallel()
         self.tables = {dtype: _table(*of) for dtype, of in _ONE_BYTE_DTYPES.items()}
-        self.own = threading.local()
 
     def kind(self, dtype: torch.dtype) -> tuple[int, Any, float]:
         """Number of a dtype, its table and its smallest normal number."""
@@ -110,15 +111,6 @@ class _Kernel:
             return found, None, 0.0
         table, smallest = self.tables[dtype]
         return _ONE_BYTE, table, smallest
-
-    @property
-    def buffer(self) -> Any:
-        """Room for one row; each thread has its own."""
-        try:
-            return self.own.row
-        except AttributeError:
-            self.own.row = (ctypes.c_double * len(FIELDS))()
-            return self.own.row
 
 
 def _table(value: Callable[[int], float], smallest: float) -> tuple[Any, float]:
@@ -190,7 +182,7 @@ def row_of(tensor: Tensor) -> Row | None:
     if where is None or (where == 0 and size) or where % tensor.element_size():
         return None
     kind, table, smallest = kernel.kind(tensor.dtype)
-    row = kernel.buffer
+    row = _ROW()  # a signal handler may come in between, so each call has its own
     if size <= _ALONE:
         failed = kernel.small(where, size, kind, table, smallest, row, kernel.level, 1, None)
     else:
