@@ -284,7 +284,7 @@ def test_the_inputs_of_several_writers(
         assert len(other.mismatches) == 8
     (checked / "code" / "ranks.py").write_text("import torch\ndef one(): return torch.nn.Identity(), []\n")
     assert main(["verify", "ranks", "--recompute", "code/ranks.py:one"]) == 2
-    assert "Pass writer=0" in capsys.readouterr().err
+    assert "Pass --writer 0" in capsys.readouterr().err
     assert main(["verify", "run.hookline", "--recompute", "code/check.py:both", "--writer", "0"]) == 0
     assert main(["verify", "run.hookline", "--recompute", "code/check.py:both", "--writer", "3"]) == 2
     assert "writer: got 3" in capsys.readouterr().err
