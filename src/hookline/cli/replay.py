@@ -16,23 +16,19 @@ could not be stored, and of use to try a change. Its file is run.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from hookline.cli.called import called
 from hookline.cli.parser import Parser, encodable, parser_of
-from hookline.errors import OptionError
 from hookline.watch.bundle import load_bundle
 from hookline.watch.zoom import Zoom
 
 __all__ = ["main", "parser"]
 
 _NOT_REPRODUCED = 1
-_MODULE = "__hookline_replay__"
-"""Name of the file of --module among the imported modules while it is used."""
 
 
 def parser() -> Parser:
@@ -55,7 +51,8 @@ def main(argv: Sequence[str], *, own_process: bool) -> int:
         Exit status: 1 when nothing non-finite came out.
     """
     given = parser().parse_args(argv)
-    with contextlib.nullcontext() if given.module is None else _function(given.module) as make:
+    module = given.module
+    with contextlib.nullcontext() if module is None else called(module, "--module", "model.py:make_model") as make:
         bundle = load_bundle(given.folder, make)
         found = bundle.replay()
     incident = bundle.about.get("incident", {})
@@ -71,26 +68,3 @@ def _text(incident: dict[str, Any], found: Zoom) -> str:
     told = incident.get("message")
     head = f"step {incident.get('step', '?')}: {told}\n" if told else ""
     return head + str(found)
-
-
-@contextlib.contextmanager
-def _function(text: str) -> Iterator[Callable[[], Any]]:
-    """The function of ``FILE.py:FUNCTION``; while it is used, its file is a module that finds its neighbours."""
-    file, _, name = text.rpartition(":")
-    if not (file.endswith(".py") and name):
-        raise OptionError(f"--module is FILE.py:FUNCTION, such as model.py:make_model; got {text}")
-    if not os.path.isfile(file):
-        raise OptionError(f"--module: there is no file {file}. Working folder: {os.getcwd()}")
-    spec = importlib.util.spec_from_file_location(_MODULE, os.path.abspath(file))
-    assert spec is not None and spec.loader is not None
-    module, before = importlib.util.module_from_spec(spec), list(sys.path)
-    sys.modules[_MODULE] = module
-    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
-    try:
-        spec.loader.exec_module(module)
-        if not callable(function := getattr(module, name, None)):
-            raise OptionError(f"--module: {file} has no function {name}")
-        yield function
-    finally:
-        sys.path[:] = before
-        del sys.modules[_MODULE]

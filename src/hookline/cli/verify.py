@@ -15,15 +15,13 @@ tuple, a dict of keyword arguments, or the only argument. Its file is run; the r
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
-import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hookline.cli.called import called
 from hookline.cli.parser import Parser, encodable, parser_of
 from hookline.errors import OptionError
 from hookline.record import verify as look
@@ -31,7 +29,6 @@ from hookline.record import verify as look
 __all__ = ["main", "parser"]
 
 _WRONG = 1
-_MODULE = "hookline_recompute"
 
 
 def parser() -> Parser:
@@ -71,7 +68,8 @@ def main(argv: Sequence[str], *, own_process: bool) -> int:
         found = look(folder)
     else:
         tolerance = _tolerance(given)
-        with _called(given.recompute) as (model, inputs):
+        with called(given.recompute, "--recompute", "check.py:model_and_inputs") as function:
+            model, inputs = _pair(function(), given.recompute)
             options = {"rows": given.rows, "seed": given.seed, "tolerance": tolerance, "writer": given.writer}
             try:
                 found = look(folder, model=model, inputs=inputs, **options)
@@ -92,29 +90,6 @@ def _tolerance(given: argparse.Namespace) -> tuple[float, float] | None:
     except ValueError:
         raise OptionError(f"--tolerance is two numbers, such as 1e-5,1e-8; got {given.tolerance}") from None
     return relative, absolute
-
-
-@contextlib.contextmanager
-def _called(text: str) -> Iterator[tuple[Any, Any]]:
-    """What the function returns; while it and its model are used, its file is a module that finds its neighbours."""
-    file, _, name = text.rpartition(":")
-    if not (file.endswith(".py") and name):
-        raise OptionError(f"--recompute is FILE.py:FUNCTION, such as check.py:model_and_inputs; got {text}")
-    if not os.path.isfile(file):
-        raise OptionError(f"--recompute: there is no file {file}. Working folder: {os.getcwd()}")
-    spec = importlib.util.spec_from_file_location(_MODULE, os.path.abspath(file))
-    assert spec is not None and spec.loader is not None
-    module, before = importlib.util.module_from_spec(spec), list(sys.path)
-    sys.modules[_MODULE] = module
-    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
-    try:
-        spec.loader.exec_module(module)
-        if not callable(function := getattr(module, name, None)):
-            raise OptionError(f"--recompute: {file} has no function {name}")
-        yield _pair(function(), text)
-    finally:
-        sys.path[:] = before
-        del sys.modules[_MODULE]
 
 
 def _pair(returned: Any, text: str) -> tuple[Any, Any]:

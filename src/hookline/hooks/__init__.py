@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hookline.hooks.arrivals import origin_key, when_gradients_arrive
-from hookline.hooks.attach import NEVER_CALLED, attach, check_module, unreachable
+from hookline.hooks.attach import NEVER_CALLED, Attached, attach, check_module, unreachable
 from hookline.hooks.call import Call
 from hookline.hooks.handle import Handle
 from hookline.hooks.losses import see_losses
@@ -24,6 +24,7 @@ from hookline.hooks.user_hooks import add_note, call_hook
 
 __all__ = [
     "NEVER_CALLED",
+    "Attached",
     "Call",
     "Entry",
     "Handle",

@@ -15,7 +15,7 @@ from hookline.hooks.tap import Entry, Observer, Tap
 from hookline.hooks.token import TOKEN, original_class
 from hookline.hooks.torch_private import is_scripted
 
-__all__ = ["NEVER_CALLED", "attach", "check_module", "unreachable"]
+__all__ = ["NEVER_CALLED", "Attached", "attach", "check_module", "unreachable"]
 
 NEVER_CALLED = "holds others and is never called"
 """Why no call of a container can be seen."""
@@ -40,6 +40,36 @@ def attach(module: nn.Module, kind: str, listener: Entry | Observer, *, prepend:
         swap(module, tap)
         tap.add(kind, listener, prepend)
     return Handle(lambda: _detach(tap, kind, listener))
+
+
+class Attached:
+    """Observers that stand at modules together, and are taken away together."""
+
+    def __init__(self) -> None:
+        self._observers: list[Observer] = []
+        self._handles: list[Handle] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._handles)
+
+    def add(self, module: nn.Module, observer: Observer) -> None:
+        """Put one more at a module.
+
+        Raises:
+            ArgumentError: As for ``attach``.
+        """
+        self._observers.append(observer)
+        self._handles.append(attach(module, "observer", observer))
+
+    def remove(self) -> bool:
+        """Take all away, the last one first; says whether there were any."""
+        handles, self._handles = self._handles, []
+        for handle in reversed(handles):
+            handle.remove()
+        for observer in self._observers:
+            observer.let_go()
+        self._observers.clear()
+        return bool(handles)
 
 
 def _detach(tap: Tap, kind: str, listener: Entry | Observer) -> None:

@@ -45,6 +45,9 @@ class Observer:
     sees_grad_input = False
     alive = True
 
+    def let_go(self) -> None:
+        """It was taken away: forget whom it tells, since a graph remembers its observers."""
+
     def begin(self, call: Call) -> None:
         """A call begins."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,9 +18,6 @@ from hookline.spelling import nearest
 
 __all__ = ["Batches", "check_options"]
 
-_OPTIONS = ("batch_size", "shuffle", "seed", "window", "rank", "world_size", "drop_last")
-"""What can be chosen."""
-
 
 def check_options(given: Iterable[str]) -> None:
     """Refuse an option that there is not.
@@ -27,9 +25,10 @@ def check_options(given: Iterable[str]) -> None:
     Raises:
         ArgumentError: With the nearest names.
     """
+    options = list(inspect.signature(Batches).parameters)[1:]
     for name in given:
-        if name not in _OPTIONS:
-            close = nearest(name, _OPTIONS) or list(_OPTIONS)
+        if name not in options:
+            close = nearest(name, options) or options
             raise ArgumentError(f"dataset has no option {name}=; did you mean {' or '.join(close)}?")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import OptionError
-from hookline.hooks import Handle, add_note, attach, unreachable
+from hookline.hooks import Attached, add_note, unreachable
 from hookline.record.about import described, info_of
 from hookline.record.batch import Batch, CurrentBatch, chosen_rows, kinds_of
 from hookline.record.budget import Budget
@@ -151,8 +151,7 @@ class Recorder:
         streams = target is not None and policy.keep == "all"
         last_only = policy.keep == "last"
         self._budget = None if policy.budget is None or streams else Budget(policy.budget, last_only=last_only)
-        self._handles: list[Handle] = []
-        self._observers: list[StepObserver | StepEnd | ModuleObserver] = []
+        self._attached = Attached()
         self._orders = itertools.count()
         self._replacing = threading.Lock()
         self._final: Coverage | None = None
@@ -163,7 +162,7 @@ class Recorder:
         return self.steps.latest
 
     def __enter__(self) -> Recording:
-        if self.model is None or self._handles:
+        if self.model is None or self._attached:
             raise OptionError("a recorder records once; call hookline.record(...) again for another recording.")
         if self._target is not None:
             refused = functools.partial(leave_out, self.evidence)
@@ -200,27 +199,18 @@ class Recorder:
             by_path.setdefault(site.path, []).append(site)
         steps = StepObserver(self._begin_step)
         if not unreachable(model):
-            self._attach(model, steps)
+            self._attached.add(model, steps)
         for path, module in modules_at(model, self.sites).items():
             if not unreachable(module):
-                self._attach(module, ModuleObserver(self, path, by_path[path], self.evidence[path]))
+                self._attached.add(module, ModuleObserver(self, path, by_path[path], self.evidence[path]))
         if self._stream is not None and not unreachable(model):
-            self._attach(model, StepEnd(steps, self._end_step))
-
-    def _attach(self, module: nn.Module, observer: StepObserver | StepEnd | ModuleObserver) -> None:
-        self._observers.append(observer)
-        self._handles.append(attach(module, "observer", observer))
+            self._attached.add(model, StepEnd(steps, self._end_step))
 
     def close(self) -> None:
         """Remove everything from the model; harmless a second time."""
-        handles, self._handles = self._handles, []
-        for handle in reversed(handles):
-            handle.remove()
-        for observer in self._observers:
-            observer.let_go()
-        self._observers.clear()
+        was_attached = self._attached.remove()
         self.model = None
-        if handles:
+        if was_attached:
             self._final = self.coverage()
             self.recording.watched_by(None, coverage=self._final.to_json())
             self.on_step(self.step)

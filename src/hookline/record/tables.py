@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hookline.extras import extra
-from hookline.stats.summary import Summary
+from hookline.stats.summary import FIELDS, Summary
 
 __all__ = ["to_pandas", "to_polars"]
 
@@ -24,7 +24,7 @@ _TYPES = {
 }
 """The columns, and what stands in them; a count is missing where no statistics were recorded."""
 
-_STATISTICS = ("mean", "std", "min", "max", "l2", "nan", "inf", "neg_inf", "zeros", "subnormal")
+_STATISTICS = FIELDS[1:]  # without numel, which is known where nothing else is
 
 
 def to_pandas(events: Iterable[Any]) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor
 from hookline.errors import ArgumentError
 from hookline.stats import native
 from hookline.stats.pieces import as_float64, has_memory, pieces
-from hookline.stats.summary import Summary, merge, unknown
+from hookline.stats.summary import COUNTS, Row, Summary, merge, of_row, unknown
 
 __all__ = ["row_of", "summarize", "summarize_all"]
 
@@ -51,8 +51,8 @@ def summarize(tensor: Tensor) -> Summary:
     """
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"summarize takes a torch.Tensor; got {type(tensor).__name__}")
-    if native.takes(tensor) and (row := native.row_of(tensor)) is not None:
-        return _of_row(row)
+    if (row := native.row_of(tensor)) is not None:
+        return of_row(row)
     with torch.no_grad():
         try:
             return _summarize(tensor)
@@ -69,17 +69,10 @@ def _summarize(tensor: Tensor) -> Summary:
     return found[0] if len(found) == 1 else merge(found)
 
 
-def row_of(tensor: Tensor) -> native.Row:
-    """What ``summarize`` computes as a tuple of the columns ``native.FIELDS``, without making a summary of it."""
-    if native.takes(tensor) and (row := native.row_of(tensor)) is not None:
-        return row
-    found = summarize(tensor)
-    return tuple(getattr(found, name) for name in native.FIELDS)
-
-
-def _of_row(row: native.Row) -> Summary:
-    numel, mean, std, low, high, l2, nan, inf, neg_inf, zeros, subnormal = row
-    return Summary(int(numel), mean, std, low, high, l2, int(nan), int(inf), int(neg_inf), int(zeros), int(subnormal))
+def row_of(tensor: Tensor) -> Row:
+    """What ``summarize`` computes as a row of ``FIELDS``, without making a summary of it."""
+    row = native.row_of(tensor)
+    return dataclasses.astuple(summarize(tensor)) if row is None else row
 
 
 def summarize_all(tensors: Sequence[Tensor]) -> list[Summary]:
@@ -99,7 +92,7 @@ def summarize_all(tensors: Sequence[Tensor]) -> list[Summary]:
     for (_, shape), numbers in alike.items():
         if native.takes(tensors[numbers[0]]):
             for number, row in zip(numbers, native.rows_of([tensors[number] for number in numbers]), strict=True):
-                found[number] = None if row is None else _of_row(row)
+                found[number] = None if row is None else of_row(row)
             continue
         count = max(1, _TOGETHER // shape.numel())
         for start in range(0, len(numbers), count):
@@ -130,8 +123,8 @@ def _summarize_piece(piece: Tensor) -> Summary:
         return unknown(piece.numel())
     order = sorted(range(piece.dim()), key=piece.stride, reverse=True)  # as it lies in memory, where it has no holes
     flat = piece.permute(order).reshape(1, -1)
-    if native.takes(flat) and (row := native.row_of(flat)) is not None:
-        return _of_row(row)
+    if (row := native.row_of(flat)) is not None:
+        return of_row(row)
     return _summarize_rows(flat)[0]
 
 
@@ -269,5 +262,5 @@ def _power_of_two(magnitude: float) -> float:
 def _repeated(one: Summary, times: int) -> Summary:
     if times == 1:
         return one
-    counts = {name: getattr(one, name) * times for name in ("numel", "nan", "inf", "neg_inf", "zeros", "subnormal")}
+    counts = {name: getattr(one, name) * times for name in COUNTS}
     return dataclasses.replace(one, l2=one.l2 * math.sqrt(times), **counts)

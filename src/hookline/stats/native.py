@@ -18,13 +18,9 @@ import torch
 from torch import Tensor
 
 from hookline.hooks.torch_private import address, openmp_parallel
+from hookline.stats.summary import FIELDS, Row
 
-__all__ = ["FIELDS", "available", "row_of", "rows_of", "takes"]
-
-FIELDS = ("numel", "mean", "std", "min", "max", "l2", "nan", "inf", "neg_inf", "zeros", "subnormal")
-"""What the kernel writes, all as float64."""
-
-Row = tuple[float, ...]
+__all__ = ["available", "row_of", "rows_of", "takes"]
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 _ALONE = 1 << 16
@@ -82,8 +78,8 @@ this runs at import, perhaps inside somebody's device or fake mode."""
 
 _ONE_BYTE_DTYPES = {getattr(torch, name): of for name, of in _OF_ONE_BYTE.items() if hasattr(torch, name)}
 
-
 _ROW: Any = ctypes.c_double * len(FIELDS)
+"""What the kernel writes of one tensor."""
 
 
 class _Kernel:
@@ -171,13 +167,10 @@ def _is_one_run(tensor: Tensor) -> bool:
 
 
 def row_of(tensor: Tensor) -> Row | None:
-    """The fields of a tensor that the kernel takes; None where it has to be computed otherwise after all.
-
-    Args:
-        tensor: ``takes(tensor)`` is true.
-    """
+    """``FIELDS`` of a tensor; None where they have to be computed otherwise."""
     kernel = _kernel
-    assert kernel is not None
+    if kernel is None or not takes(tensor):
+        return None
     where, size = address(tensor), tensor.numel()
     if where is None or (where == 0 and size) or where % tensor.element_size():
         return None
@@ -193,9 +186,10 @@ def row_of(tensor: Tensor) -> Row | None:
 
 
 def rows_of(tensors: Sequence[Tensor]) -> list[Row | None]:
-    """The same for tensors of one dtype and at most 32,768 elements each, in one call."""
+    """The same for tensors of one dtype and at most 32,768 elements each that the kernel takes, in one call."""
     kernel = _kernel
-    assert kernel is not None
+    if kernel is None:
+        return [None] * len(tensors)
     places = [address(tensor) or 0 for tensor in tensors]
     sizes = [tensor.numel() for tensor in tensors]
     if not all(places) or any(where % tensors[0].element_size() for where in places):

@@ -9,9 +9,10 @@ from typing import Any
 
 from hookline.errors import FormatError
 
-__all__ = ["Summary", "merge", "unknown"]
+__all__ = ["COUNTS", "FIELDS", "Row", "Summary", "merge", "of_row", "unknown"]
 
-_COUNTS = ("numel", "nan", "inf", "neg_inf", "zeros", "subnormal")
+COUNTS = ("numel", "nan", "inf", "neg_inf", "zeros", "subnormal")
+"""The statistics that are whole numbers."""
 _NUMBERS = ("mean", "std", "min", "max", "l2")
 _NO_NUMBERS = (math.nan,) * 5
 
@@ -82,12 +83,25 @@ class Summary:
             FormatError: A field is missing, unknown, of the wrong type, or contradicts the others.
         """
         _check_names(fields)
-        counts = {name: _count(name, fields[name]) for name in _COUNTS}
+        counts = {name: _count(name, fields[name]) for name in COUNTS}
         if sum(counts[name] for name in ("nan", "inf", "zeros", "subnormal")) > counts["numel"]:
             raise FormatError(f"summary counts more NaN, Inf, zero and subnormal elements than its numel: {counts}")
         if counts["neg_inf"] > counts["inf"]:
             raise FormatError(f"summary counts more -Inf than Inf elements: {counts}")
         return cls(**counts, **{name: _number(name, fields[name]) for name in _NUMBERS})  # type: ignore[arg-type]
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Summary))
+"""The statistics in the order in which rows of numbers have them."""
+
+Row = tuple[float, ...]
+"""The values of ``FIELDS``, counts as floats too."""
+
+
+def of_row(row: Row) -> Summary:
+    """The summary that a row of numbers stands for."""
+    numel, mean, std, low, high, l2, nan, inf, neg_inf, zeros, subnormal = row
+    return Summary(int(numel), mean, std, low, high, l2, int(nan), int(inf), int(neg_inf), int(zeros), int(subnormal))
 
 
 def merge(summaries: Iterable[Summary]) -> Summary:
@@ -97,7 +111,7 @@ def merge(summaries: Iterable[Summary]) -> Summary:
         summaries: Summaries of disjoint tensors. Those without a finite element add their counts only.
     """
     parts = list(summaries)
-    counts = {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
+    counts = {name: sum(getattr(part, name) for part in parts) for name in COUNTS}
     counted = [(part.numel - part.nan - part.inf, part) for part in parts]
     # a summary read from a file may have a mean that no elements can have
     known = [(count, part) for count, part in counted if count > 0 and math.isfinite(part.mean)]
@@ -135,7 +149,7 @@ def unknown(numel: int) -> Summary:
 def _check_names(fields: Mapping[str, Any]) -> None:
     if not isinstance(fields, Mapping):
         raise FormatError(f"a summary is an object with named fields; got {type(fields).__name__}")
-    wanted = {*_COUNTS, *_NUMBERS}
+    wanted = {*COUNTS, *_NUMBERS}
     if set(fields) != wanted:
         missing, unknown = sorted(wanted - set(fields)), sorted(map(str, set(fields) - wanted))
         raise FormatError(f"summary fields do not match: missing {missing}, unknown {unknown}")

@@ -130,8 +130,7 @@ class ModuleWatch(Observer):
         session.await_gradients(running)
         if fresh:
             places = [place for place, _ in wanting]
-            own_keys = [key for key in keys]
-            when_gradients_arrive(fresh, functools.partial(self._arrived, running, places, own_keys))
+            when_gradients_arrive(fresh, functools.partial(self._arrived, running, places, keys))
 
     def _arrived(self, running: Running, places: list[str], keys: list[Any], number: int, grad: Tensor) -> None:
         session = self._session

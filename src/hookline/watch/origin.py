@@ -7,10 +7,8 @@ was finite: the innermost one of which that is true has made it, in its own code
 from __future__ import annotations
 
 import contextlib
-import linecache
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +18,7 @@ from hookline.sites import label
 from hookline.stats import Summary, summarize
 from hookline.values import flatten_call, paths_of
 from hookline.watch.cases import Case
+from hookline.watch.frames import where
 from hookline.watch.incident import Incident
 from hookline.watch.measure import INF, NAN, NEG_INF, Row, counts, counts_of, told
 from hookline.watch.running import Running
@@ -53,7 +52,6 @@ class Origins:
         self.zooms = True
         self._masks: set[tuple[str, str]] = set()
         self.notes: dict[str, str] = {}
-        self.patience = 0
         self.scaled_backward: Callable[[], bool] = lambda: False
         self._told = False
         self._found = False
@@ -63,11 +61,6 @@ class Origins:
         if not self._found:
             self._told = False
         self._found = False
-
-    @property
-    def found(self) -> bool:
-        """Whether this step has had a non-finite value that counts."""
-        return self._found
 
     # ------------------------------------------------------------ forward
 
@@ -181,29 +174,37 @@ class Origins:
 
 
 class _State(NamedTuple):
-    """``kind`` is ``"finite"``, ``"masked"`` (nothing but -inf), ``"non-finite"`` or ``"overwritten"``."""
+    """What went into a call.
+
+    ``told`` has layout and summary of each tensor for JSON, ``first`` is the place of the first one that is not finite
+    and ``counts`` says what it holds. ``kind`` is ``"finite"``, ``"masked"`` (nothing but -inf), ``"non-finite"`` or
+    ``"overwritten"``.
+    """
 
     kind: str
-    summaries: dict[str, Summary]
+    told: dict[str, dict[str, Any]]
     first: str = ""
+    counts: str = ""
 
 
 def _inputs(running: Running) -> _State:
     args, kwargs = running.held or (running.args, running.kwargs)
     leaves, structure = flatten_call(args, kwargs)
-    found: dict[str, Summary] = {}
-    kind, first = "finite", ""
+    told: dict[str, dict[str, Any]] = {}
+    kind, first, held = "finite", "", ""
     for place, leaf in zip(paths_of(structure), leaves, strict=True):
         if not isinstance(leaf, Tensor):
             continue
-        found[place] = one = summarize(leaf)
+        one = summarize(leaf)
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        told[place] = {"shape": list(leaf.shape), "dtype": dtype, "device": str(leaf.device)} | one.to_dict()
         if one.nan or one.inf > one.neg_inf:
-            kind, first = "non-finite", first or place
+            kind, first, held = "non-finite", first or place, held or counts_of(one)
         elif one.inf and kind == "finite":
             kind = "masked"
     if kind != "finite" and running.overwritten():
         kind = "overwritten"
-    return _State(kind, found, first)
+    return _State(kind, told, first, held)
 
 
 def _bad_parameter(module: nn.Module | None) -> tuple[str, Summary] | None:
@@ -266,8 +267,7 @@ def _of_call(running: Running, state: _State, *, own_code: bool, zooms: bool) ->
 
 
 def _of_batch(running: Running, state: _State) -> _Blame:
-    found = state.summaries[state.first]
-    message = f"the batch itself holds {counts_of(found)}, in {state.first}"
+    message = f"the batch itself holds {state.counts}, in {state.first}"
     return _Blame(running, message, None, _described(running, state), port="input", name=state.first)
 
 
@@ -306,35 +306,15 @@ def _ancestors(running: Running) -> list[Running]:
 
 
 def _described(running: Running, state: _State) -> dict[str, Any]:
-    leaves, structure = flatten_call(*(running.held or (running.args, running.kwargs)))
-    shapes = {
-        place: {"shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch."), "device": str(leaf.device)}
-        for place, leaf in zip(paths_of(structure), leaves, strict=True)
-        if isinstance(leaf, Tensor)
-    }
-    return {
-        "inputs": {place: shapes[place] | one.to_dict() for place, one in state.summaries.items()},
-        "called_at": running.line or _line(),
-        "module": running.type_name,
-    }
+    return {"inputs": state.told, "called_at": _line(), "module": running.type_name}
 
 
 def _line() -> str:
     """The source line outside torch and Hookline that is running."""
-    for frame in _frames():
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "hookline.")) and name != "torch":
-            file, line = frame.f_code.co_filename, frame.f_lineno
-            text = linecache.getline(file, line).strip()
-            return f"{file.rpartition('/')[2]}:{line} in {frame.f_code.co_name}" + (f": {text}" if text else "")
-    return ""
-
-
-def _frames() -> Iterator[Any]:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    found = where({}, None)
+    if not found.is_users:
+        return ""
+    return f"{found.line}: {found.text}" if found.text else found.line
 
 
 def _kind(row: Row) -> str:

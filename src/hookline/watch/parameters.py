@@ -43,6 +43,7 @@ class Parameters:
         self._modules = modules
         self._ports = frozenset(ports)
         self._before: dict[int, Tensor] = {}
+        self._stepping: list[_Named] = []
 
     def _of(self, optimizer: torch.optim.Optimizer) -> list[_Named]:
         wanted = {id(one) for group in optimizer.param_groups for one in group["params"]}
@@ -56,8 +57,8 @@ class Parameters:
 
     def before_update(self, session: Session, optimizer: torch.optim.Optimizer, *, updates: bool) -> None:
         """An optimizer is about to step: measure the gradients that it sees, and remember the parameters."""
-        self._before = {}
-        for path, name, type_name, parameter in self._of(optimizer):
+        self._before, self._stepping = {}, self._of(optimizer)
+        for path, name, type_name, parameter in self._stepping:
             if "parameter_grad" in self._ports and parameter.requires_grad:
                 if parameter.grad is None:
                     session.add_row(session.series_of(path, "parameter_grad", name, type_name, parameter.dtype), _NONE)
@@ -70,12 +71,13 @@ class Parameters:
             if updates and "update" in self._ports and parameter.requires_grad:
                 self._before[id(parameter)] = _sample(parameter).clone()
 
-    def after_update(self, session: Session, optimizer: torch.optim.Optimizer, *, updates: bool) -> None:
-        """It has stepped: measure the parameters and what has changed."""
+    def after_update(self, session: Session, *, updates: bool) -> None:
+        """The same optimizer has stepped: measure the parameters and what has changed."""
         before, self._before = self._before, {}
+        stepping, self._stepping = self._stepping, []
         if not updates:
             return
-        for path, name, type_name, parameter in self._of(optimizer):
+        for path, name, type_name, parameter in stepping:
             if "parameter" in self._ports:
                 index = session.series_of(path, "parameter", name, type_name, parameter.dtype)
                 session.add_row(index, measure(parameter.detach()))

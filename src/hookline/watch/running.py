@@ -30,12 +30,11 @@ class Running:
         arrived: Whether one has, and whether all that came were finite.
         autocast: What autocast did when it began.
         rng: State of the CPU's random numbers when it began, where it may use them.
-        line: Source line that called it, once asked for.
     """
 
     __slots__ = (
-        "__weakref__", "args", "arrived", "autocast", "finite_grads", "grads", "held", "keys", "kwargs", "line",
-        "module", "number", "parent", "path", "rng", "step", "type_name", "versions",
+        "__weakref__", "args", "arrived", "autocast", "finite_grads", "grads", "held", "kwargs", "module",
+        "number", "parent", "path", "rng", "step", "type_name", "versions",
     )  # fmt: skip
 
     def __init__(self, path: str, number: int, step: int, module: nn.Module, parent: Running | None) -> None:
@@ -46,14 +45,12 @@ class Running:
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.versions: list[int | None] = []
-        self.keys: list[tuple[int, int]] = []
         self.held: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.grads: dict[int, Tensor] = {}
         self.arrived = False
         self.finite_grads = True
         self.rng: Tensor | None = None
         self.autocast: tuple[Autocast, ...] | None = None
-        self.line = ""
 
     def called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Remember the arguments; returns their leaves."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hookline.sites import label
-from hookline.stats.native import FIELDS
+from hookline.stats.summary import FIELDS
 
 __all__ = ["FIELDS", "PORTS", "Frame", "Series", "absmax", "rms"]
 

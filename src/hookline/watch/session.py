@@ -46,7 +46,7 @@ class Session:
         self.stack = Stack()
         self.series: list[Series] = []
         self.origins = Origins(self, tell)
-        self._places: dict[tuple[str, str, str, str], int] = {}
+        self._places: dict[tuple[str, str, str, torch.dtype], int] = {}
         self._lock = threading.Lock()
         self._begin()
 
@@ -73,7 +73,6 @@ class Session:
 
     def used(self, key: tuple[int, int], running: Running) -> None:
         """A call has got the value that an operation made."""
-        running.keys.append(key)
         self._users.setdefault(key, []).append(running)
 
     def users(self, key: tuple[int, int]) -> list[Running]:
@@ -98,7 +97,7 @@ class Session:
         last: tuple[Any, int | None] = getattr(self._last_by_thread, "value", (None, -1))
         if last[0] is not None and last[0]() is tensor and last[1] == now:
             return
-        self._last_by_thread.value = _reference(tensor), now
+        self._last_by_thread.value = weakref.ref(tensor), now
         row = measure(tensor)
         self.add(running, "output", place, tensor.dtype, row)
         if not is_finite(row):
@@ -135,10 +134,10 @@ class Session:
     def series_of(self, path: str, port: str, place: str, type_name: str, dtype: torch.dtype) -> int:
         """The index of a series, a new one where it is new."""
         key = path, port, place, dtype
-        found = self._places.get(key)  # type: ignore[arg-type]
+        found = self._places.get(key)
         if found is None:
             with self._lock:
-                found = self._places.setdefault(key, len(self.series))  # type: ignore[arg-type]
+                found = self._places.setdefault(key, len(self.series))
                 if found == len(self.series):
                     name = str(dtype).removeprefix("torch.")
                     self.series.append(Series(path, port, place, type_name, name))
@@ -182,7 +181,3 @@ class Session:
     def has_rows(self) -> bool:
         """Whether anything was measured in this step."""
         return bool(self._rows)
-
-
-def _reference(tensor: Tensor) -> Callable[[], Tensor | None]:
-    return weakref.ref(tensor)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import ArgumentError, IncidentError, OptionError
-from hookline.hooks import Call, Handle, Observer, attach, see_losses, unreachable
+from hookline.hooks import Attached, Call, Handle, Observer, see_losses, unreachable
 from hookline.record.ranks import rank
 from hookline.sites import Pattern, resolve
 from hookline.watch.cases import Case, bundled
@@ -63,7 +63,7 @@ def watch(  # noqa: PLR0913 - one option for each thing that can be chosen, all 
             most 65,536 elements of a parameter, evenly spread.
         sites: Which modules, as for ``hookline.record``.
         ports: Of ``"output"``, ``"grad_output"``, ``"parameter"``, ``"parameter_grad"`` and ``"update"``.
-        rules: What counts as an incident; see ``hookline.watching.DEFAULT``.
+        rules: What counts as an incident; see ``hookline.watch.rules.DEFAULT``.
         on_incident: ``"warn"``, ``"raise"`` an ``IncidentError``, ``"ignore"``, or a function that gets the incident.
             A non-finite value is told at the moment it is seen, everything else at the end of its step.
         scaler: The ``torch.amp.GradScaler`` of the training. Gradients are then told without its scale, and a step that
@@ -134,11 +134,10 @@ class Watch:
         self._parameters = Parameters(modules, options.ports)
         self._clock = Clock(optimizers, self._before_update, self._after_update, self._end_step)
         self._scaler = Scaler(options.scaler, self._scale_updated)
-        self._handles: list[Handle] = []
-        self._observers: list[ModuleWatch | _RootWatch] = []
+        self._attached = Attached()
+        self._losses: Handle | None = None
         self._session.origins.zooms = options.zoom
         self._updated = False
-        self._losses: list[float] = []
         self._skipped_in_a_row = 0
         self._scale = 1.0
 
@@ -157,17 +156,18 @@ class Watch:
         Raises:
             OptionError: It has started already.
         """
-        if self._observers:
+        if self._attached:
             raise OptionError("this watch is running; call hookline.watch(...) again for another one.")
         try:
             if not self._optimizers:
                 for model in self._models.values():
-                    self._attach(model, _RootWatch(self))
+                    self._attached.add(model, _RootWatch(self))
             output, gradients = "output" in self._ports, "grad_output" in self._ports
             for path, module in self._modules.items():
                 if (output or gradients) and not unreachable(module):
-                    self._attach(module, ModuleWatch(self._session, path, module, output=output, gradients=gradients))
-            self._handles.append(see_losses(self._loss))
+                    observer = ModuleWatch(self._session, path, module, output=output, gradients=gradients)
+                    self._attached.add(module, observer)
+            self._losses = see_losses(self._loss)
             self._clock.start()
             self._scaler.start()
         except BaseException:
@@ -176,22 +176,15 @@ class Watch:
         self._session.origins.scaled_backward = lambda: self._scaler.is_on and self._skipped_in_a_row < _PATIENCE
         self._begin_step()
 
-    def _attach(self, module: nn.Module, observer: ModuleWatch | _RootWatch) -> None:
-        self._observers.append(observer)
-        self._handles.append(attach(module, "observer", observer))
-
     def stop(self) -> None:
         """Remove everything; harmless a second time."""
-        if self._observers and self._session.has_rows and not self._optimizers:
+        if self._attached and self._session.has_rows and not self._optimizers:
             self._end_step(False)
         self._scaler.stop()
         self._clock.stop()
-        handles, self._handles = self._handles, []
-        for handle in reversed(handles):
-            handle.remove()
-        for observer in self._observers:
-            observer.let_go()
-        self._observers.clear()
+        if self._losses is not None:
+            self._losses.remove()
+        self._attached.remove()
         self._session.drop()
 
     # ------------------------------------------------------------ what happens in a step
@@ -214,7 +207,6 @@ class Watch:
     def _begin_step(self) -> None:
         self._session.measures = self._session.step % self._every == 0
         self._updated = False
-        self._losses = []
         if self._session.measures:
             self._scale = self._scaler.scale
 
@@ -240,7 +232,7 @@ class Watch:
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         if self._session.measures:
-            self._parameters.after_update(self._session, optimizer, updates=self._measures_updates())
+            self._parameters.after_update(self._session, updates=self._measures_updates())
 
     def _scale_updated(self) -> None:
         """The gradient scaler has looked at the step; without an update it was left out."""

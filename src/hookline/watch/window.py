@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from hookline.stats.summary import COUNTS
 from hookline.watch.series import FIELDS, Frame, Series, absmax, rms
 
 __all__ = ["Window"]
@@ -16,7 +17,7 @@ _Array = TypeVar("_Array", bound=npt.NDArray[Any])
 
 _STORED = {name: place for place, name in enumerate((*FIELDS, "rms", "absmax"))}
 _COLUMN = {name: place for place, name in enumerate(FIELDS)}
-_COUNTS = [_COLUMN[name] for name in ("numel", "nan", "inf", "neg_inf", "zeros", "subnormal")]
+_COUNTS = [_COLUMN[name] for name in COUNTS]
 
 
 class Window:
@@ -124,7 +125,7 @@ def _merged(frame: Frame, count: int) -> npt.NDArray[np.float64]:
     order = np.argsort(frame.series, kind="stable")
     series, rows = frame.series[order], frame.values[order]
     starts = np.flatnonzero(np.r_[True, series[1:] != series[:-1]])
-    there = series[starts]
+    there, sizes = series[starts], np.diff(np.r_[starts, len(series)])
     if len(there) == len(series):
         merged[there] = rows
         return merged
@@ -135,16 +136,16 @@ def _merged(frame: Frame, count: int) -> npt.NDArray[np.float64]:
     known = finite > 0
     total = np.add.reduceat(finite, starts)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        share = np.where(known, finite / np.repeat(total, np.diff(np.r_[starts, len(series)])), 0.0)
+        share = np.where(known, finite / np.repeat(total, sizes), 0.0)
         mean = np.where(known, rows[:, _COLUMN["mean"]], 0.0)
         merged_mean = np.add.reduceat(mean * share, starts)
-        away = mean - np.repeat(merged_mean, np.diff(np.r_[starts, len(series)]))
+        away = mean - np.repeat(merged_mean, sizes)
         std = np.where(known, rows[:, _COLUMN["std"]], 0.0)
         variance = np.add.reduceat(share * (std * std + away * away), starts)
         l2 = np.where(known, rows[:, _COLUMN["l2"]], 0.0)
         largest = np.maximum.reduceat(l2, starts)  # divided by it, no square leaves float64
         scale = np.where(largest > 0, largest, 1.0)
-        l2 = np.sqrt(np.add.reduceat((l2 / np.repeat(scale, np.diff(np.r_[starts, len(series)]))) ** 2, starts)) * scale
+        l2 = np.sqrt(np.add.reduceat((l2 / np.repeat(scale, sizes)) ** 2, starts)) * scale
     merged[there, _COLUMN["mean"]] = np.where(total > 0, merged_mean, np.nan)
     merged[there, _COLUMN["std"]] = np.where(total > 0, np.sqrt(variance), np.nan)
     merged[there, _COLUMN["l2"]] = np.where(total > 0, l2, np.nan)
