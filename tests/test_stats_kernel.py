@@ -211,6 +211,15 @@ def test_one_run_of_memory_is_read_as_it_lies() -> None:
     assert not native.takes(LAYOUTS["expanded"](values(torch.float32, 120, 1)))
 
 
+@pytest.mark.parametrize("count", [100, 9_000_000])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_storage_that_is_too_small_is_not_read(count: int, together: bool) -> None:
+    tensor = torch.randn(count)
+    tensor.untyped_storage().resize_(64)
+    with pytest.raises(RuntimeError, match=r"out of bounds|storage"):
+        summarize_all([tensor, tensor]) if together else summarize(tensor)
+
+
 def test_what_has_no_plain_memory_is_left_to_torch() -> None:
     assert summarize(torch._efficientzerotensor((3,))).zeros == 3
     assert summarize(torch.empty(3, device="meta")).numel == 3

@@ -341,7 +341,7 @@ def test_an_option_that_cannot_be_used_is_one_clear_error(make: Any, message: st
 def test_a_function_is_no_rule_yet() -> None:
     def mine(site: SiteHistory) -> None: ...
 
-    with pytest.raises(ArgumentError, match=r'write hookline.watch.rule\("name", mine\)'):
+    with pytest.raises(ArgumentError, match=r'Rule of hookline\.watch\.rules; got .*; write rule\("name", mine\)'):
         Engine([*DEFAULT, mine])  # type: ignore[list-item]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.hooks.torch_private import address, openmp_parallel
+from hookline.hooks.torch_private import address, openmp_parallel, storage_bytes
 from hookline.stats.summary import FIELDS, Row
 
 __all__ = ["available", "row_of", "rows_of", "takes"]
@@ -166,13 +166,22 @@ def _is_one_run(tensor: Tensor) -> bool:
     return True
 
 
+def _readable(tensor: Tensor) -> int | None:
+    """Where a tensor lies; None where the kernel must not look: no memory, too little of it, or not aligned."""
+    where, size, width = address(tensor), tensor.numel(), tensor.element_size()
+    if where is None or where % width or (size and not where):
+        return None
+    has = storage_bytes(tensor)  # a storage that was resized may be smaller than what it should hold
+    return None if has is None or (int(tensor.storage_offset()) + size) * width > has else where
+
+
 def row_of(tensor: Tensor) -> Row | None:
     """``FIELDS`` of a tensor; None where they have to be computed otherwise."""
     kernel = _kernel
     if kernel is None or not takes(tensor):
         return None
-    where, size = address(tensor), tensor.numel()
-    if where is None or (where == 0 and size) or where % tensor.element_size():
+    where, size = _readable(tensor), tensor.numel()
+    if where is None:
         return None
     kind, table, smallest = kernel.kind(tensor.dtype)
     row = _ROW()  # a signal handler may come in between, so each call has its own
@@ -190,9 +199,9 @@ def rows_of(tensors: Sequence[Tensor]) -> list[Row | None]:
     kernel = _kernel
     if kernel is None:
         return [None] * len(tensors)
-    places = [address(tensor) or 0 for tensor in tensors]
+    places = [_readable(tensor) or 0 for tensor in tensors]
     sizes = [tensor.numel() for tensor in tensors]
-    if not all(places) or any(where % tensors[0].element_size() for where in places):
+    if not all(places):
         return [row_of(tensor) for tensor in tensors]
     count, width = len(tensors), len(FIELDS)
     kind, table, smallest = kernel.kind(tensors[0].dtype)

@@ -297,15 +297,10 @@ def _can_be_bad(value: Any) -> bool:
 def _signs(tensor: Tensor) -> _Signs:
     if not _can_be_bad(tensor) or tensor.device.type == "meta":
         return _FINITE
-    try:
-        if bool(torch.isfinite(tensor).all()):
-            return _FINITE
-    except (RuntimeError, NotImplementedError):  # eight bits, sparse layouts
-        found = summarize(tensor)
-        return _Signs(found.nan > 0, found.inf > 0, False)
-    if tensor.is_complex():
+    if tensor.is_complex() and tensor.layout is torch.strided:  # a summary has the magnitudes, without their signs
         tensor = torch.view_as_real(tensor.resolve_conj())
-    return _Signs(*(bool(test(tensor).any()) for test in (torch.isnan, torch.isposinf, torch.isneginf)))
+    found = summarize(tensor)
+    return _Signs(found.nan > 0, found.inf > found.neg_inf, found.neg_inf > 0)
 
 
 def _value(name: str, tensor: Tensor) -> Value:

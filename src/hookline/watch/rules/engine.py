@@ -34,8 +34,8 @@ class Engine:
         self.rules = tuple(rules)
         for one in self.rules:
             if not isinstance(one, Rule):
-                hint = f'; write hookline.watch.rule("name", {name_of(one)})' if callable(one) else ""
-                raise ArgumentError(f"rules are hookline.watch.Rule; got {one!r:.100}{hint}")
+                hint = f'; write rule("name", {name_of(one)})' if callable(one) else ""
+                raise ArgumentError(f"rules are Rule of hookline.watch.rules; got {one!r:.100}{hint}")
         names = [one.name for one in self.rules]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise OptionError(
