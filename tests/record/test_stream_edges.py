@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import threading
 import time
 import weakref
@@ -20,7 +21,6 @@ import hookline
 from hookline import hooks, store
 from hookline.cli.main import main
 from hookline.errors import ArgumentError, CoverageError, OptionError
-from hookline.record import recorder
 from hookline.record.event import Event
 from hookline.store import StoredEvent, Writer
 from hookline.store.dtypes import STORAGE
@@ -99,15 +99,16 @@ def test_a_module_that_does_not_run_is_told_with_the_forwards_of_this_run(tmp_pa
 
 def attach_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The observers of the third module cannot be put there."""
-    left = [2]
+    left, room = [2], sys.modules["hookline.hooks.attach"]  # hooks.attach is the function
+    real = hooks.attach
 
     def attach(*args: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise RuntimeError("no hooks here")
-        return hooks.attach(*args)
+        return real(*args)
 
-    monkeypatch.setattr(recorder, "attach", attach)
+    monkeypatch.setattr(room, "attach", attach)
 
 
 def open_files(folder: Path) -> list[str]:
